@@ -13,7 +13,11 @@ from hybrid.errors import ConfigError
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")
 _LOG = argument("log", bool, False)
-SCALING_CALLS = CallSignatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
+_MOMENTS = argument("mean", float, None), argument("std", float, None, above=0)
+SCALING_CALLS = CallSignatures(
+    {"standardize": (_LOG,), "min_max": (_LOG,), "given": (*_MOMENTS, _LOG), "none": (_LOG,)}
+)
+FITTED_SCALINGS = ("standardize", "min_max")  # by the training rows
 DEFAULT_HASH_ROWS = 100_000
 GROW = "grow"
 UNKNOWN_ROWS = ("initial", "zeros")  # choices for the vector of a key without a row
@@ -44,6 +48,7 @@ STREAM_CALLS = CallSignatures(
             argument("marker", str, ""),
             argument("wait_hours", float, 0.0, minimum=0),
             argument("until", str, ""),
+            argument("scaling_momentum", float, 0.0, minimum=0, maximum=1),
             _TIME,
         ),
         KAFKA: (
@@ -143,7 +148,8 @@ class DataSection:
     numeric_scaling: str = model(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
-        "from 0 to 1, or none. With `log`, sign(x) * log(1 + |x|) is scaled.",
+        "from 0 to 1, or none. `given` scales by your mean and standard deviation instead. With `log`, "
+        "sign(x) * log(1 + |x|) is scaled.",
         signatures=SCALING_CALLS,
     )
     vocabulary: str = model(
@@ -172,10 +178,12 @@ class DataSection:
         "none",
         "`files` trains on the files as they are, without preparation, once and in order. Each match of path "
         "is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
-        "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`. `kafka` "
-        "trains on the messages of a topic, one CSV line each, and ends after `wait_hours` without a step; "
-        "`properties` is a file of librdkafka properties, such as those for TLS, on each host. `time` is the "
-        "column of event times (checkpoint.deltas); by default, kafka takes the timestamps of messages.",
+        "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`. "
+        "`scaling_momentum` is the weight of each new unit in the moments that scale numbers; with 0, they "
+        "are those of the first unit. `kafka` trains on the messages of a topic, one CSV line each, and ends "
+        "after `wait_hours` without a step; `properties` is a file of librdkafka properties, such as those "
+        "for TLS, on each host. `time` is the column of event times (checkpoint.deltas); by default, kafka "
+        "takes the timestamps of messages.",
         signatures=STREAM_CALLS,
         is_name_fixed=True,
         prepares=False,
@@ -324,6 +332,8 @@ class Column:
     too_many_ids: str
     transform: str
     scaling: str
+    mean: float  # mean, std: of the transformed numbers, for the scaling "given"
+    std: float
     vocabulary: str
     min_count: int
     hash_rows: int
@@ -415,6 +425,8 @@ def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str)
         too_many_ids=section.too_many_ids,
         transform="log" if scaling["log"] else "none",
         scaling=scaling.name,
+        mean=scaling.arguments.get("mean", 0.0),
+        std=scaling.arguments.get("std", 1.0),
         vocabulary=vocabulary.name,
         min_count=vocabulary.arguments.get("min_count", 1),
         hash_rows=vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS),

@@ -90,6 +90,10 @@ class StreamData(EncodedData):
         if self._reader is None:
             assert cursor.unit is not None
             self._report(f"reading {cursor.unit.name}")
+            scaled = cursor.scale(self._encoder) if self._trainer == 0 else self._encoder
+            encoder, unit = self._trainers.gather_json([asdict(scaled), asdict(cursor.unit)])[0]
+            self._set_encoder(parse_fields(FeatureEncoder, encoder))
+            cursor.unit = parse_fields(StreamUnit, unit)
             arguments = self.config, self._encoder, cursor.unit, self._trainer, self._group.size()
             self._reader = open_reader(*arguments)
             self._batches = self._reader.batches()
@@ -165,7 +169,7 @@ class StreamData(EncodedData):
         """Scale numbers as the model of a checkpoint expects them."""
         if storage.exists(stored.files_folder / FILE_NAME):
             before = FeatureEncoder.load(stored.files_folder, with_values=False)
-            self._set_encoder(with_scaling_of(before, self._encoder))
+            self._set_encoder(with_scaling_of(self.config, before, self._encoder))
 
     def _set_encoder(self, encoder: FeatureEncoder) -> None:
         self._encoder = encoder

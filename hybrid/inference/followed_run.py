@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from hybrid.checkpoint.deltas import (
     read_changes,
 )
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
+from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.inference.growing_tables import GrowingTable
 from hybrid.inference.trained_module import ConfiguredModule
@@ -122,6 +124,11 @@ class _Follower:
             self.changes[name] += changes[name]
             if self._in_memory:
                 _change(module, changes[name])
+        if FILE_NAME in delta.manifest.files:
+            encoder = FeatureEncoder.load(delta.files_folder, with_values=False)
+            model.trained = replace(
+                model.trained, encoder=replace(model.trained.encoder, dense=encoder.dense)
+            )
         self._reach(version)
 
 

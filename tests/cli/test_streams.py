@@ -17,11 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support import commands
+from support.checkpoints import start_before
 from support.commands import COMMAND_SECONDS, ROOT, by_hand, eventually, output_of, run, settings, started
 from support.stopped_runs import saved_steps
 from support.stores import BUCKET, Store, sent
 
-from hybrid.checkpoint.checkpoint_folders import list_checkpoints
+import hybrid
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import DeltaChain
 from hybrid.loggers.record_file import METRICS_FILE, read_records
@@ -75,7 +77,8 @@ COMMON = settings(
     data={
         "format": "parquet",
         "path": "log/day=*",
-        "stream": "files(lanes = 4, marker = '_SUCCESS', wait_hours = 0.02, until = 'log/day=3')",
+        "stream": "files(lanes = 4, marker = '_SUCCESS', wait_hours = 0.02, until = 'log/day=3', "
+        "scaling_momentum = 0.4)",
         "dense": "price",
         "sparse": ["user", "item"],
         "vocabulary": "grow",
@@ -89,7 +92,7 @@ COMMON = settings(
 
 
 def write_day(folder: Path, day: int) -> None:
-    """Write a day, whose last file completes it; new users come every day.
+    """Write a day, whose last file completes it; new users come every day, and prices rise.
 
     The second file has invalid rows, so one trainer has read its lanes before the other.
     """
@@ -102,7 +105,7 @@ def write_day(folder: Path, day: int) -> None:
         label[: 40 * (part == 1)] = 7
         columns = {
             "label": label,
-            "price": rng.random(ROWS // 3),
+            "price": day * rng.random(ROWS // 3),
             "user": user,
             "item": [f"i{i}" for i in rng.integers(30, size=ROWS // 3)],
             "importance": rng.integers(3, size=ROWS // 3),
@@ -164,7 +167,7 @@ def test_unit_in_a_store_trains_the_same(
     folder: Path, undisturbed: Path, store: Store, tmp_path: Path
 ) -> None:
     log = sent(folder / "log/day=1", RemotePath(f"s3://{BUCKET}", "stream/day=1"))
-    stream = f"files(lanes = 4, marker = '_SUCCESS', wait_hours = 0, until = '{log}')"
+    stream = f"files(lanes = 4, marker = '_SUCCESS', wait_hours = 0, until = '{log}', scaling_momentum = 0.4)"
     data = settings(data={"path": f"s3://{BUCKET}/stream/day=*", "stream": stream}, run={"folder": "stored"})
     assert run(["launch", *COMMON, *data], tmp_path, afresh=True).code == 0
     losses = [line["loss"] for line in records(tmp_path / "stored", "train")]
@@ -217,9 +220,11 @@ def assert_equal(actual: State, expected: State, tolerance: float) -> None:
 
 def test_stream_scales_numbers_as_its_initial_run_does(undisturbed: Path, tmp_path: Path) -> None:
     write_day(tmp_path, 3)
-    more = [*commands.ONE_EACH, *settings(run={"folder": "run"}, train={"initial": undisturbed})]
+    stream = {"stream": "files(lanes = 4, until = 'log/day=3')"}
+    more = settings(run={"folder": "run"}, train={"initial": undisturbed}, data=stream)
     # The trainer has another working directory than the master, whose paths are relative.
-    with by_hand([["master"], commands.TRAINER, commands.WORKER], [*COMMON, *more], tmp_path) as (master, *_):
+    roles, more = [["master"], commands.TRAINER, commands.WORKER], [*COMMON, *commands.ONE_EACH, *more]
+    with by_hand(roles, more, tmp_path) as (master, *_):
         assert f"values with a row in {undisturbed}" in master.wait().stdout
     scaling = [
         json.loads((max(list_checkpoints(run)) / "features.json").read_text())["dense"]
@@ -227,6 +232,27 @@ def test_stream_scales_numbers_as_its_initial_run_does(undisturbed: Path, tmp_pa
     ]
     assert scaling[0] == scaling[1]
     assert scaling[0][0]["scale"] != 1
+
+
+def test_served_model_scales_as_the_last_unit_did(folder: Path) -> None:
+    """The rows and nets hardly change, so the last unit tells the predictions of the model at the end."""
+    rates = {"learning_rate": 1e-30}
+    checkpoint = {"every_steps": 0, "every_minutes": 0, "keep_last": 99, "deltas": "every(4, seconds = 0)"}
+    more = settings(run={"folder": "served"}, checkpoint=checkpoint, embedding=rates, dense=rates)
+    output_of(["launch", *COMMON, *more], folder)
+    run_folder, raw = folder / "served", {"price": [1.0], "user": [1], "item": ["i1"]}
+    output = run(["evaluate", "served", "--input", "log/day=3", "--json"], folder).stdout
+    (last,) = (unit for unit in records(run_folder, "unit") if unit["unit"] == "log/day=3")
+    assert json.loads(output)["metrics"]["log_loss"] == pytest.approx(last["log_loss"], rel=1e-6)
+    final = hybrid.load(run_folder).encode(raw)["dense"]
+    first = start_before(run_folder, min(saved_steps(run_folder)))
+    assert hybrid.load(step_folder(run_folder, first.base.step)).encode(raw)["dense"] != final
+    assert len(first.deltas) > 2 * DAY_STEPS / 4
+    (model,) = hybrid.follow(run_folder)
+    assert model.encode(raw)["dense"] == final
+    start_before(run_folder, first.base.step)
+    output_of(["export", "served", "--output", "exported", "--follow", "--format", "tables"], folder)
+    assert hybrid.load(folder / "exported").encode(raw)["dense"] == final
 
 
 def test_stream_is_that_of_one_process(folder: Path) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.checkpoints import flip_a_bit
+from support.checkpoints import flip_a_bit, start_before
 from support.cluster import Clusters, small_config
 from support.commands import ROOT
 from support.stopped_runs import InterruptedRunError, View, saved_steps, train
@@ -25,8 +25,7 @@ from torch import Tensor
 
 import hybrid
 from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of, open_delta, read_changes
+from hybrid.checkpoint.deltas import DeltaChain, open_delta, read_changes
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.validation import check_rules
 from hybrid.errors import CheckpointError, ConfigError
@@ -91,17 +90,6 @@ def assert_equal(found: Values, expected: Values) -> None:
 
 def loaded(run: Path, step: int) -> Values:
     return values_of(hybrid.load(step_folder(run, step)))
-
-
-def start_before(run: Path, step: int) -> DeltaChain:
-    """Make an earlier checkpoint the base of the run's chain, as it was when the deltas were written."""
-    chain, manifest = DeltaChain.read(run), Checkpoint.open(step_folder(run, step)).manifest
-    assert chain is not None
-    first = chain.deltas[0]
-    base = ModelVersion(first.sequence - 1, step, first.parent, "", first.taken_at)
-    earlier = dataclasses.replace(chain, base=base, base_checkpoint=identity_of(manifest))
-    earlier.write(run)
-    return earlier
 
 
 @pytest.fixture(scope="module", params=[("sync", 1), ("lookahead", 2)], ids=["sync", "lookahead"])

@@ -1,5 +1,6 @@
 """Small checkpoints, written without a cluster."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Files, Manifest, shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.storage.remote_path import StoragePathT
 
@@ -34,6 +37,18 @@ def write_run(run: StoragePathT, *steps: int) -> StoragePathT:
     for step in steps:
         write_checkpoint(checkpoint_folders.step_folder(run, step), step)
     return run
+
+
+def start_before(run: Path, step: int) -> DeltaChain:
+    """Make an earlier checkpoint the base of the run's chain, as it was when the deltas were written."""
+    chain = DeltaChain.read(run)
+    identity = identity_of(Checkpoint.open(checkpoint_folders.step_folder(run, step)).manifest)
+    assert chain is not None
+    first = chain.deltas[0]
+    base = ModelVersion(first.sequence - 1, step, first.parent, "", first.taken_at)
+    earlier = dataclasses.replace(chain, base=base, base_checkpoint=identity)
+    earlier.write(run)
+    return earlier
 
 
 def flip_a_bit(path: Path) -> None:

@@ -264,9 +264,13 @@ class Session:
         return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
-        """Make every role hold its nets, and the rows changed since the delta or checkpoint ``parent``."""
+        """Make every role hold its nets, and the rows changed since the delta or checkpoint ``parent``.
+
+        Without a ``data_folder``, the delta has the encoder, whose scaling may follow the stream.
+        """
         manifest = Manifest(step, epoch, self.placement.shapes, progress={PARENT: parent})
-        return HeldCheckpoint(folder, manifest, {}, {}, self._hold(True, is_delta=True), True)
+        texts = {} if self._data_folder else {feature_encoder.FILE_NAME: self.encoder.to_json()}
+        return HeldCheckpoint(folder, manifest, texts, {}, self._hold(True, is_delta=True), True)
 
     def _hold(
         self, is_copied: bool, is_delta: bool = False

@@ -42,6 +42,7 @@ class StreamSession(DatasetSession):
 
     Attributes:
         encoder: fitted on a sample of the first unit; with ``train.initial``, numbers are scaled as there.
+            With ``scaling_momentum``, the scaling follows each unit.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class StreamSession(DatasetSession):
         self._warn = warn
         if self.initial is not None and self.initial.dense is not None:
             before = FeatureEncoder.load(self.initial.dense.files_folder, with_values=False)
-            self.encoder = with_scaling_of(before, encoder)
+            self.encoder = with_scaling_of(config, before, encoder)
 
     @property
     def unit(self) -> StreamUnit | None:
@@ -93,8 +94,9 @@ class StreamSession(DatasetSession):
         cursor, self.is_delta_due = self._cursor, False
         has_rows = cursor.has_rows()
         if cursor.unit is not None and not self._is_open:
-            self._is_open = True
             self._report(f"reading {cursor.unit.name}")
+            self.encoder = cursor.scale(self.encoder)
+            self._is_open = True
             # Trainers have other working directories.
             files = [replace(f, path=str(parse_path(f.path).absolute())) for f in cursor.unit.files]
             arguments = replace(cursor.unit, files=tuple(files)), self.encoder, step

@@ -249,11 +249,11 @@ class Comparison:
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")
         losses: list[float] = []
-        units: list[StreamUnit] = []
+        units: list[tuple[StreamUnit, FeatureEncoder]] = []
         while len(losses) < min(steps, session.total_steps):
             if not session.is_ready(len(losses)):
                 continue
-            units += [session.unit] if session.unit and not session.unit.step else []
+            units += [(session.unit, session.encoder)] if session.unit and not session.unit.step else []
             epoch, within = divmod(len(losses), session.steps_per_epoch)
             count = min(session.steps_per_epoch - within, steps - len(losses))
             reports = session.train(epoch, within, count, len(losses))
@@ -266,7 +266,7 @@ class Comparison:
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
         if self._config.data.is_stream:
-            slices = _stream_slices(self._config, session.encoder, units)
+            slices = _stream_slices(self._config, units)
         else:
             slices = _slices(self._config, open_split(data_folder, TRAIN, self._config.data))
         expected_losses = [reference.step(each) for each in itertools.islice(slices, steps)]
@@ -358,11 +358,12 @@ def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch
 
 
 def _stream_slices(
-    config: RunConfig, encoder: FeatureEncoder, units: Sequence[StreamUnit]
+    config: RunConfig, units: Sequence[tuple[StreamUnit, FeatureEncoder]]
 ) -> Iterator[tuple[Batch, ...]]:
     """Yield the local batches of all trainers for each step, unit after unit."""
-    num_trainers, empty = config.cluster.trainers, Batch.empty(*encoder.input_spec.sizes)
-    for unit in units:
+    num_trainers = config.cluster.trainers
+    for unit, encoder in units:
+        empty = Batch.empty(*encoder.input_spec.sizes)
         readers = [open_reader(config, encoder, unit, i, num_trainers) for i in range(num_trainers)]
         with ExitStack() as stack:
             streams = [stack.enter_context(reader.batches()) for reader in readers]

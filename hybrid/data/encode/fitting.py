@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class Moments(NamedTuple):
     """Mean, deviation and range of F transformed columns; NaN is ignored."""
 
     num_rows: int  # number of rows, including NaN
-    count_F: npt.NDArray[np.int64]  # numbers that are not NaN
+    count_F: npt.NDArray[np.number[Any]]  # numbers that are not NaN, or their weight
     mean_F: npt.NDArray[np.float64]  # mean of these numbers
     squares_F: npt.NDArray[np.float64]  # sum of the squared differences from the mean
     # lowest_F, highest_F: smallest and largest number.
@@ -50,6 +50,32 @@ class Moments(NamedTuple):
         lowest_F = np.fmin.reduce(dense_BF, initial=np.inf)
         highest_F = np.fmax.reduce(dense_BF, initial=-np.inf)
         return cls(len(dense_BF), count_F, mean_F, squares_F, lowest_F, highest_F)
+
+    def average_with(
+        self, before: Sequence[DenseEncoding], columns: Sequence[Column], weight: float
+    ) -> Moments:
+        """Return the mean of these moments, with ``weight``, and of those of an earlier scaling.
+
+        Ranges are united. A column without numbers keeps the earlier scaling. A column that was missing or
+        constant until now takes these moments.
+        """
+        shift_F, scale_F, missing_F = (
+            np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
+        )
+        is_range_F = np.array([column.scaling == "min_max" for column in columns], np.bool_)
+        # The inverse of encodings(), in which the scale of a constant column says nothing.
+        varies_F = np.where(is_range_F, missing_F > 0, scale_F != np.maximum(np.abs(shift_F), 1.0))
+        count_F = np.where(self.count_F > 0, varies_F * self.count_F * (1 - weight) / weight, 1.0)
+        deviation_F = np.where(varies_F, scale_F, 0.0)
+        earlier = Moments(
+            0,
+            count_F,
+            shift_F + missing_F * scale_F,
+            count_F * deviation_F**2,
+            np.where(count_F > 0, shift_F, np.inf),
+            np.where(count_F > 0, shift_F + deviation_F, -np.inf),
+        )
+        return earlier.plus(self)
 
     def plus(self, block: Moments) -> Moments:
         """Return the moments of the rows of both blocks (Chan et al., 1979)."""
@@ -81,6 +107,8 @@ class Moments(NamedTuple):
                 if lowest < highest:
                     scale = highest - lowest
                     missing = (mean - lowest) / scale
+            elif column.scaling == "given":
+                shift, scale = column.mean, column.std
             encodings.append(DenseEncoding(column.name, shift, scale, missing, column.transform))
         return tuple(encodings)
 

@@ -15,7 +15,7 @@ from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.stream.kafka_partitions import advance
 from hybrid.data.stream.stream_source import open_source
-from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks
+from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks, follow_blocks
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import CheckpointError
 from hybrid.storage.file_formats import parse_fields
@@ -99,6 +99,22 @@ class StreamCursor:
         """
         self._report("reading a sample")
         return fit_on_blocks(self._config, self.source.sample(self.unit))
+
+    def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
+        """Return the encoder for the unit; with ``scaling_momentum``, its scaling follows a sample of it.
+
+        Raises:
+            ConfigError: a file lacks a column.
+            DataError: the unit cannot be read.
+        """
+        momentum = self._config.data.stream_call.arguments.get("scaling_momentum", 0.0)
+        unit = self.unit
+        if unit is None or unit.is_sampled or unit.step or not momentum:
+            return encoder
+        self.unit = None  # a unit that cannot be read has not begun, and may be repaired
+        encoder = follow_blocks(self._config, encoder, self.source.sample(unit))
+        self.unit = replace(unit, is_sampled=True)
+        return encoder
 
     def advance(self, num_steps: int) -> None:
         """Count steps of the unit as taken."""

@@ -27,7 +27,7 @@ class Source(Protocol):
         """Return the number of steps, from the position on, for which all rows are there."""
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield some rows of the first unit; DataError if it is missing, or has no step."""
+        """Yield some rows of a unit, from its start; DataError if it is missing, or has no step."""
 
     def wait_hours(self, last: StreamUnit | None) -> float:
         """Return how long the stream waits."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import FITTED_SCALINGS, PATH_KEYS, TRAIN
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import (
     FittedStatistics,
@@ -64,6 +64,7 @@ class StreamUnit:
     step: int = 0  # steps of the unit that have been taken
     lanes: tuple[LanePosition, ...] = ()  # the position of each lane after these steps; empty for the start
     offsets: tuple[int, ...] = ()  # of a Kafka topic: the next offset of each partition after these steps
+    is_sampled: bool = False  # whether the scaling of numbers has followed a sample of the unit
 
     def segments(self, layout: Layout) -> list[Segment]:
         """Return the segments of all files, in order."""
@@ -162,11 +163,21 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
     return fit_encoder(layout, config.tables, statistics, {})
 
 
-def with_scaling_of(before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
-    """Return ``encoder`` with the scaling of the same columns of ``before``, so that a model can go on."""
+def follow_blocks(config: RunConfig, encoder: FeatureEncoder, blocks: Iterable[RawBlock]) -> FeatureEncoder:
+    """Return ``encoder`` with a scaling that follows a sample of a unit; see :meth:`Moments.average_with`."""
+    layout = stream_layout(config)
+    moments = FittedStatistics(layout).moments
+    for block in blocks:
+        moments = moments.plus(Moments.of(block.dense_BF, layout.transforms))
+    moments = moments.average_with(encoder.dense, layout.dense, config.data.stream_call["scaling_momentum"])
+    return replace(encoder, dense=moments.encodings(layout.dense))
+
+
+def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
+    """Return ``encoder`` with the fitted scaling of the columns of ``before``, so that a model can go on."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
-        known.get((each.name, each.transform), each) if (each.shift, each.scale) != (0, 1) else each
-        for each in encoder.dense
+        known.get((each.name, each.transform), each) if column.scaling in FITTED_SCALINGS else each
+        for column, each in zip(stream_layout(config).dense, encoder.dense, strict=True)
     )
     return replace(encoder, dense=dense)

@@ -16,6 +16,7 @@ DATA = DataSection(
     numeric_scaling="standardize(log = true)",
     vocabulary="build(3)",
 )
+MOMENTS = ("", "2", "std = 2", "2, std = 0", "2, std = -1", "nan, std = 1", "x, std = 1")  # all invalid
 
 
 def test_missing_keys_are_those_of_data() -> None:
@@ -54,6 +55,10 @@ def test_sections_are_read_and_written_equal() -> None:
         ("city", ColumnSection()),
         ("price.kind", ColumnSection(kind="quantiles(4)")),
         ("price.vocabulary", ColumnSection(vocabulary="hash")),
+        *(
+            ("price.numeric_scaling", ColumnSection(numeric_scaling=f"given({moments})"))
+            for moments in MOMENTS
+        ),
         ("age.numeric_scaling", ColumnSection(numeric_scaling="min_max")),
         ("age.kind", ColumnSection(kind="bucket")),
         ("age.kind", ColumnSection(kind="hour(1)")),

@@ -128,11 +128,13 @@ def test_long_lists_are_truncated(tmp_path: Path, too_many: str, kept: str, weig
 def test_scaling_by_column(tmp_path: Path) -> None:
     rows = "1,0,3,5,a\n0,10,?,7,a\n1,?,1,9,a\n"
     path = write(tmp_path / "a.csv", f"label,x,y,z,city\n{rows}")
-    data = data_of("city", dense=("x", "y", "z", "again"))
+    data = data_of("city", dense=("x", "y", "z", "again", "given", "log"))
     columns = {
         "x": ColumnSection(numeric_scaling="min_max"),
         "y": ColumnSection(numeric_scaling="none(log = true)"),
         "again": ColumnSection(source=("x",)),
+        "given": ColumnSection(source=("x",), numeric_scaling="given(-2, std = 4)"),
+        "log": ColumnSection(source=("y",), numeric_scaling="given(mean = 1, std = 0.5, log = true)"),
     }
     block, _ = read(data, path, columns=columns)
     encoder = fit([block], data, columns)
@@ -141,7 +143,9 @@ def test_scaling_by_column(tmp_path: Path) -> None:
     np.testing.assert_allclose(dense_BF[:, 1], [np.log(4), 0, np.log(2)], rtol=1e-6)
     np.testing.assert_allclose(dense_BF[:, 2], np.array([-1, 0, 1]) * 1.5**0.5, rtol=1e-6)
     np.testing.assert_allclose(dense_BF[:, 3], [-1, 1, 0])
-    assert encoder.input_spec.dense_features == ("x", "y", "z", "again")
+    np.testing.assert_allclose(dense_BF[:, 4], [0.5, 3, 0])
+    np.testing.assert_allclose(dense_BF[:, 5], [2 * np.log(4) - 2, 0, 2 * np.log(2) - 2], rtol=1e-6)
+    assert encoder.input_spec.dense_features == data.dense
 
 
 @pytest.mark.parametrize(

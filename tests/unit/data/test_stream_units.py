@@ -20,10 +20,12 @@ from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split, prepare
 from hybrid.data.stream.lanes import LaneReader
-from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks
+from hybrid.data.stream.stream_cursor import StreamCursor
+from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks, with_scaling_of
 from hybrid.errors import ConfigError, DataError
 
 ROWS, BATCH = 60_000, 700
+Scaling = tuple[float, float, float]
 
 
 def table(seed: int, num_rows: int = ROWS) -> pa.Table:
@@ -195,6 +197,117 @@ def test_paths_are_units_in_the_order_of_the_list(tmp_path: Path) -> None:
     while (unit := files.find(unit)) is not None:
         found.append(unit.name)
     assert found == names
+
+
+def scalings(config: RunConfig, before: FeatureEncoder | None = None) -> list[dict[str, Scaling]]:
+    """Return shift, scale and scaled missing value of each column in each unit, up to the last one."""
+    cursor, scaled = StreamCursor(config, pytest.fail, str), []
+    assert cursor.has_rows()
+    encoder = (
+        cursor.fit_encoder() if before is None else with_scaling_of(config, before, cursor.fit_encoder())
+    )
+    while not cursor.is_over:
+        encoder = cursor.scale(encoder)
+        assert cursor.scale(encoder) == encoder, "a unit counts once"
+        scaled.append({each.name: (each.shift, each.scale, each.missing) for each in encoder.dense})
+        cursor.end_unit([])
+        cursor.has_rows()
+    return scaled
+
+
+NUMBERS: dict[str, list[list[float | None]]] = {  # by day
+    "drifts": [[0, 2, 4, None], [10, 30], [None, 90, 91, 95]],
+    "absent": [[None] * 4, [5, 7], [None] * 4],
+    "constant": [[3] * 4, [8, 10], [8] * 4],
+    "range": [[0, 1, 2, None], [-2, 2], [1, 1, 2, 4]],
+    "given": [[1, 2, 3, 4], [50, 60], [-1] * 4],
+    "none": [[1, 2, 3, 4], [50, 60], [-1] * 4],
+}
+
+
+def write_numbers(root: Path, momentum: float, *more: str) -> RunConfig:
+    for day in range(3):
+        columns = {name: pa.array(days[day], pa.float64()) for name, days in NUMBERS.items()}
+        columns["label"] = columns["user"] = pa.array([1] * len(columns["drifts"]))
+        (root / f"day={day}").mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), root / f"day={day}/a.parquet")
+    return configure(
+        str(root / "day=*"),
+        "parquet",
+        f"data.stream = 'files(scaling_momentum = {momentum})'",
+        f"data.dense = {json.dumps([*NUMBERS])}",
+        "data.sparse = ['user']",
+        "data.numeric_scaling = 'standardize'",
+        "columns.range.numeric_scaling = 'min_max'",
+        "columns.given.numeric_scaling = 'given(3, std = 7)'",
+        "columns.none.numeric_scaling = 'none'",
+        *more,
+    )
+
+
+def mixture(momentum: float, *days: Sequence[float | None]) -> tuple[float, float]:
+    """Return mean and deviation of numbers of which each day has ``momentum`` of the weight of all so far."""
+    numbers, weights = np.empty(0), np.empty(0)
+    for day in days:
+        of_day = np.array([number for number in day if number is not None])
+        if not len(of_day):
+            continue
+        total = weights.sum() or momentum
+        weights = np.append(weights * (1 - momentum) / total, np.full(len(of_day), momentum / len(of_day)))
+        numbers = np.append(numbers, of_day)
+    mean = np.average(numbers, weights=weights)
+    return mean, np.average((numbers - mean) ** 2, weights=weights) ** 0.5
+
+
+def test_scaling_follows_the_units(tmp_path: Path) -> None:
+    config = write_numbers(tmp_path, 0.25)
+    first, second, third = found = scalings(config)
+    for day, scaling in enumerate(found):
+        mean, deviation = mixture(0.25, *NUMBERS["drifts"][: day + 1])
+        assert scaling["drifts"] == pytest.approx((mean, deviation, 0))
+        assert (scaling["given"], scaling["none"]) == ((3, 7, 0), (0, 1, 0))
+    assert [each["absent"] for each in found] == [(0, 1, 0), pytest.approx((6, 1, 0)), second["absent"]]
+    assert first["constant"][0] == 3
+    assert second["constant"] == pytest.approx((9, 1, 0)), "a constant column has no scale to follow"
+    assert third["constant"] == pytest.approx((*mixture(0.25, [8, 10], [8]), 0))
+    assert first["range"] == pytest.approx((0, 2, 0.5))
+    assert second["range"] == pytest.approx((-2, 4, (0.75 + 2) / 4))
+    assert third["range"] == pytest.approx((-2, 6, (0.75 * 0.75 + 0.25 * 2 + 2) / 6))
+
+
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_scaling_may_stay_or_forget(momentum: int, tmp_path: Path) -> None:
+    found = scalings(write_numbers(tmp_path, momentum))
+    for day, scaling in enumerate(found):
+        expected = mixture(1, NUMBERS["drifts"][day * momentum])
+        assert scaling["drifts"] == pytest.approx((*expected, 0))
+        assert scaling["range"][:2] == ((0, 2), (-2, 4), (1, 3))[day * momentum]
+
+
+@pytest.mark.parametrize("momentum", [0, 0.5])
+def test_stream_goes_on_from_the_scaling_of_an_earlier_run(momentum: float, tmp_path: Path) -> None:
+    given = "columns.given.numeric_scaling = 'standardize'"
+    _, before = first_unit(write_numbers(tmp_path, 0.5, given, f"data.path = '{tmp_path}/day=1'"))
+    found = scalings(write_numbers(tmp_path, momentum), before)
+    first, second, _ = NUMBERS["drifts"]
+    expected = mixture(0.5, second, first) if momentum else mixture(1, second)
+    assert found[0]["drifts"] == pytest.approx((*expected, 0))
+    assert found[0]["absent"] == pytest.approx((6, 1, 0))
+    assert found[0]["given"] == (3, 7, 0)
+
+
+def test_unit_that_cannot_be_sampled_has_not_begun(tmp_path: Path) -> None:
+    config = write_numbers(tmp_path, 0.5)
+    cursor = StreamCursor(config, pytest.fail, str)
+    assert cursor.has_rows()
+    encoder = cursor.scale(cursor.fit_encoder())
+    cursor.end_unit([])
+    file = tmp_path / "day=1/a.parquet"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert cursor.has_rows()
+    with pytest.raises(DataError, match=str(file)):
+        cursor.scale(encoder)
+    assert cursor.pack()["stream"]["unit"] is None
 
 
 def test_missing_integer_has_the_key_of_a_missing_text(tmp_path: Path) -> None:
