@@ -23,6 +23,7 @@ Every number is a function of the seed and the day, so a day does not depend on 
 """
 
 from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,20 @@ def draw(options: Namespace, day: int, start: int, num_rows: int) -> tuple[dict[
     return {**ids, "seconds": seconds, "event": event, "timestamp": timestamp}, logits
 
 
+def add_history(columns: dict[str, Any], options: Namespace) -> None:
+    """Add the hour, a random bit, and the items that the user liked before, on that day and in that file."""
+    times = columns["timestamp"]
+    columns["hour"] = times % 86_400 // 3600
+    columns["is_organic"] = (bits(times, options.seed, 8) % np.uint64(2)).astype(np.int64)
+    rows = zip(*(pa.array(columns[name]).to_pylist() for name in ("user", "item", "event")), strict=True)
+    liked: dict[Any, list[Any]] = defaultdict(list)
+    columns["liked"] = histories = []
+    for user, item, event in rows:
+        histories.append(liked[user][-options.history :])
+        if event in EVENTS[3:]:
+            liked[user].append(item)
+
+
 def write_day(options: Namespace, day: int) -> float:
     """Write the folder of a day; return its best AUC."""
     folder = options.folder / f"day={day:02d}"
@@ -108,6 +123,8 @@ def write_day(options: Namespace, day: int) -> float:
         columns["event"] = pa.DictionaryArray.from_arrays(columns["event"], EVENTS)
         for name in ("user", "item", "artist", "album") if options.ids == "texts" else ():
             columns[name] = pc.binary_join_element_wise(name[:2], pa.array(columns[name]).cast("string"), "")
+        if options.history:
+            add_history(columns, options)
         pq.write_table(pa.table(columns), folder / f"part-{part}.parquet", row_group_size=ROW_GROUP)
     return binary_metrics(torch.cat(all_logits), torch.cat(all_likes)).auc
 
@@ -120,6 +137,8 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=1000, help="users at any time (default: 1,000)")
     parser.add_argument("--items", type=int, default=500, help="items at any time (default: 500)")
     parser.add_argument("--ids", choices=("integers", "texts"), default="texts", help="(default: texts)")
+    help_text = "largest number of items in a column of earlier likes (default: 0, without this column)"
+    parser.add_argument("--history", type=int, default=0, help=help_text)
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     options = parser.parse_args()
     lines = [f"{day},{write_day(options, day):.4f}\n" for day in range(1, options.days + 1)]

@@ -324,7 +324,7 @@ class TrainSection:
     )
     dtype: str = setting(
         "float32",
-        "Type of dense parameters and optimizer state, and of rows unless embedding.dtype is set.",
+        "Type of dense parameters and optimizer state, and of rows unless their dtype is set.",
         choices=DTYPES,
     )
     initial: str = fixed(

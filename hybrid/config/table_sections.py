@@ -32,6 +32,7 @@ INITIAL_CALLS = CallSignatures(
     others_rule="a path or URL",
 )
 POOLERS = ("workers", "trainers")
+ROW_DTYPES = ("train", "bfloat16")
 _PLACEMENT = (
     argument("workers", int, (), is_list=True, minimum=0),
     argument("pooled_by", str, "auto", choices=("auto", *POOLERS)),
@@ -54,11 +55,11 @@ class EmbeddingSection:
         is_name_fixed=True,
     )
     learning_rate: float = setting(0.05, "Learning rate of the rows.", above=0)
-    dtype: str = setting(
+    dtype: str = model(
         "train",
         "Type of stored rows: that of train.dtype, or bfloat16 with half the bytes of float32. Updates are "
         "computed in train.dtype and rounded up or down at random, so that on average no change is lost.",
-        choices=("train", "bfloat16"),
+        choices=ROW_DTYPES,
     )
     wire_dtype: str = setting(
         "rows",
@@ -85,6 +86,7 @@ class TableSection:
         None, "The optimizer of the rows.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
     )
     learning_rate: float | None = setting(None, "Learning rate of the rows.", above=0)
+    dtype: str | None = model(None, "Type of stored rows.", choices=ROW_DTYPES)
     placement: str | None = setting(None, "The workers that hold the rows.", signatures=PLACEMENT_CALLS)
     features: tuple[str, ...] = in_files(
         (), "Columns that share this table; empty for the column of the table's name."

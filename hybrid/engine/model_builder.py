@@ -88,7 +88,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
         poolings=poolings if {*poolings} != {pooling} else (),
         sequences=sequences if any(sequences) else (),
         growth=growth,
-        has_bfloat16_rows=shared.dtype == "bfloat16",
+        has_bfloat16_rows=(section.dtype or shared.dtype) == "bfloat16",
     )
 
 

@@ -1,10 +1,17 @@
 """The shipped configurations: each trains a good model, on real data if they are present."""
 
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
-from support.commands import ROOT, output_of, result_of, settings
+from support.commands import ROOT, code_block, output_of, result_of, run, settings
 
 DATA = ROOT.parent / "shared" / "data"
 ADULT = {"path": DATA / "adult" / "adult.data.gz", "test_path": DATA / "adult" / "adult.test.gz"}
@@ -39,3 +46,45 @@ def test_adult_reaches_the_published_accuracy(tmp_path: Path) -> None:
     assert (result["num_samples"], result["bad_rows"]) == (16_281, 1)
     assert "adult.test.gz:1: " in printed
     assert result["auc"] >= 0.90
+
+
+def write_log(folder: Path, *options: str) -> None:
+    script = [sys.executable, str(ROOT / "examples/drifting_log.py"), str(folder), *options]
+    subprocess.run(script, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_history_has_the_last_items_that_the_user_liked_before(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", "--days=1", "--rows=200", "--users=4", "--items=9", "--history=3")
+    rows = pq.read_table(tmp_path / "log/day=01/part-0.parquet").to_pylist()
+    for number, row in enumerate(rows):
+        same_user = [each for each in rows[:number] if each["user"] == row["user"]]
+        liked = [each["item"] for each in same_user if each["event"] in ("like", "undislike")]
+        assert row["liked"] == liked[-3:]
+        assert row["hour"] == row["timestamp"] // 3600 % 24
+
+
+def test_dlrmv4_trains_on_days_in_the_order_of_time(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", "--days=2", "--rows=96", "--users=3", "--history=4096")
+    launch("dlrmv4", tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    units = [(each["unit"], each["step"], each["num_samples"]) for each in records if each["kind"] == "unit"]
+    assert units == [("log/day=01", 3, 96), ("log/day=02", 6, 96)]
+    tables = result_of(tmp_path / "run")["tables"]
+    assert sum(table["rows"] for table in tables.values()) == 293_050
+    assert len(tables) == 11
+    assert all(table["dim"] == 64 for table in tables.values())
+
+
+def test_full_size_of_dlrmv4_is_planned_as_on_the_page(tmp_path: Path) -> None:
+    """A shorter log suffices for the memory of workers."""
+    write_log(tmp_path / "long", "--days=1", "--rows=200", "--users=1", "--history=4096")
+    _, sed, plan = code_block("docs/planning.md", "", "dlrmv4").replace("\\\n", "").splitlines()
+    subprocess.run(sed.replace("configs", f"{ROOT}/configs"), shell=True, cwd=tmp_path, check=True)
+    planned = json.loads(run([*shlex.split(plan)[1:], "--json"], tmp_path).stdout)
+    rows = sum(table["rows"] for table in planned["tables"].values())
+    assert rows == 293_050_000
+    assert sum(table["bytes"] for table in planned["tables"].values()) == rows * (512 * 4 + 4)
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    (on_page,) = re.findall(r"\| a worker, with a copy of its rows \| (\d+) GiB", page)
+    copies = 2 * rows * (512 * 4 + 4) / 8
+    assert copies < planned["worker_bytes"] < int(on_page) * 2**30 < 2 * copies

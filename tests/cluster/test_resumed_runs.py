@@ -64,7 +64,7 @@ def lookahead_config(path: Path) -> RunConfig:
         columns={"tag": ColumnSection(pooling="mean"), "word": ColumnSection(pooling="max")},
         tables={
             "user": TableSection(placement="row", optimizer="sgd", learning_rate=0.5),
-            "tag": TableSection(placement="row"),
+            "tag": TableSection(placement="row", dtype="train"),
             "brand": TableSection(placement="table", optimizer="adam(weight_decay = 0.01, all_rows = true)"),
             "word": TableSection(placement="row"),
         },

@@ -132,16 +132,19 @@ SAME_BITS = (
             optimizer="adam",
             features=features,
             dtype="float32",
-            row_dtype="bfloat16",
+            row_dtype=row_dtype,
             update=update,
             growing=growing,
             shared_table=False,
         )
-        for features, update, growing in (
-            ("max", "sync", ""),
-            ("mean", "lookahead", ""),
-            ("one_hot", "sync", "all"),
-            ("sum", "lookahead", "all"),
+        for features, update, growing, row_dtype in (
+            ("max", "sync", "", "bfloat16"),
+            ("mean", "lookahead", "", "bfloat16"),
+            ("one_hot", "sync", "all", "bfloat16"),
+            ("sum", "lookahead", "all", "bfloat16"),
+            ("one_hot", "sync", "", "mixed"),
+            ("sum", "lookahead", "", "mixed"),
+            ("one_hot", "lookahead", "all", "mixed"),
         )
     ]
 )
@@ -166,6 +169,7 @@ FURTHER_CASES = [
     UNEVEN(net="ple", tasks="several", update="lookahead", remote=True),
     UNEVEN(growing="all", clip_norm=0.2, features="weights"),
     UNEVEN(growing="all", row_dtype="bfloat16", optimizer="ftrl", placement="row"),
+    UNEVEN(row_dtype="mixed", placement="row", pooled_by="trainers", update="lookahead", features="mean"),
     SEQUENCES(
         row_dtype="bfloat16", update="lookahead", optimizer="momentum", all_rows=True, weight_decay=0.1
     ),

@@ -127,7 +127,13 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
             add_options(command)
         return command
 
-    add("launch", "train a model on a cluster on this machine", _config, _resume, about=_LAUNCH)
+    text = "train a model on a cluster on this machine"
+    launch = add("launch", text, _config, _resume, about=_LAUNCH)
+    help_text = (
+        "train N runs one after the other, with the seeds run.seed, run.seed + 1, and so on, and print mean "
+        "and standard deviation of the test metrics; --resume auto continues them"
+    )
+    launch.add_argument("--seeds", type=int, metavar="N", help=help_text)
     text = "compare a cluster with one process on the same training steps"
     usage = "[OPTION ...] [SCRIPT [-- ARGUMENT ...]]"
     compare = add(_COMPARE, text, _config, _counts, about=_COMPARE_TEXT, usage=usage)
@@ -193,7 +199,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     pages.add_argument("--schema", action="store_true", help="print a JSON schema, for editors")
     secret = add("secret", "create a secret file for roles started by hand", about=_SECRET)
     secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
-    for command in (compare, plan, evaluate, predict):
+    for command in (launch, compare, plan, evaluate, predict):
         command.add_argument("--json", action="store_true", help=_JSON)
     return parser, subparsers.choices
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import Any
 import psutil
 
 from hybrid.config import ClusterSection, RunConfig, loading
-from hybrid.config.key import USER_FUNCTION
+from hybrid.config.key import USER_FUNCTION, toml_value
 from hybrid.errors import ConfigError, DataError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage import files
+from hybrid.storage.file_formats import parse_json
 from hybrid.storage.locked_folders import folder_lock
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import MASTER, Role, RoleKind, Topology
@@ -46,13 +48,45 @@ _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, h
 
 
 def launch_command(options: argparse.Namespace) -> None:
-    """Train on a cluster, which is restarted if it fails."""
-    config, folder, is_resumed, end_message = _requested_run(options)
-    if end_message:
-        return
-    held = run_access.hold_run(folder, is_resumed)
-    with held as (local, lock), _report_saved_state(local, options.command):
-        launch(config, local, TrainTask(local, is_resumed, options.started_at), lock)
+    """Train on a cluster, which is restarted if it fails; with ``--seeds``, once for each seed."""
+    with _json_output(options.json) as result:
+        requests = [_requested_run(each) for each in _by_seed(options)]  # all are checked before one trains
+        for config, folder, is_resumed, end_message in requests:
+            if not end_message:
+                held = run_access.hold_run(folder, is_resumed)
+                command = options.command if options.seeds is None else run_access.SWEEP
+                with held as (local, lock), _report_saved_state(local, command):
+                    launch(config, local, TrainTask(local, is_resumed, options.started_at), lock)
+            options.started_at = time.time()
+        if options.json or options.seeds:
+            paths = [folder / run_access.RESULT_FILE for _, folder, _, _ in requests]
+            try:
+                results = [parse_json(files.read_bytes(path)) for path in paths]
+            except ValueError as error:
+                raise DataError(f"{', '.join(map(str, paths))}: one is damaged: {error}") from error
+            result["runs"] = {str(path.parent): each for path, each in zip(paths, results, strict=True)}
+        if options.seeds:
+            from workers.run_folder.run_report import print_means
+
+            result["metrics"] = print_means(requests[0][0], results)
+
+
+def _by_seed(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each run: with ``--seeds``, each has its own seed and folder."""
+    if options.seeds is None:
+        return [options]
+    if options.seeds < 2:
+        raise ConfigError("--seeds", "must be at least 2, for a deviation", options.seeds)
+    if options.resume not in (None, AUTO):
+        raise ConfigError("--resume", f"must be {AUTO} with --seeds, which has several runs", options.resume)
+    run = _read_config(options).run
+    by_seed = []
+    for seed in range(run.seed, run.seed + options.seeds):
+        folder = str(parse_path(run.folder) / f"seed-{seed}") if run.folder else ""
+        named = {"seed": seed, "name": f"{run.name}-seed-{seed}", "folder": folder}
+        values = [f"run.{key}={toml_value(value)}" for key, value in named.items()]
+        by_seed.append(argparse.Namespace(**vars(options) | {"set": [*options.set, *values]}))
+    return by_seed
 
 
 def compare_command(options: argparse.Namespace) -> None:

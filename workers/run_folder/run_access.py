@@ -40,6 +40,7 @@ from workers.console.messages import print_line
 
 RUNS = Path("runs")
 RESTARTS_FILE = "restarts.jsonl"
+SWEEP = "sweep"  # a launch with ``--seeds``
 RESULT_FILE = "result.json"  # exists only if the run has finished
 _STORE_FILE = ".store"  # contains the URL of the run
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
@@ -260,16 +261,18 @@ def describe_saved_state(folder: Path, command: str) -> str:
     """Describe what a stopped run has saved and lost, and how to resume it.
 
     Args:
-        command: launch or master, which take ``--resume``; or run.
+        command: launch or master, which take ``--resume``; run; or SWEEP.
     """
     state = RunState.of(folder)
     lost = state.logged_step - state.resumed_step
     parts = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
-    if state.checkpoint_step is None:
-        return "; ".join(["nothing is saved", *parts])
     resume = f"to resume: {command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
     if command == "run":
         resume = "the same command resumes"
+    elif command == SWEEP:
+        resume = "the same command with --resume auto continues all runs"
+    if state.checkpoint_step is None:
+        return "; ".join(["nothing is saved", *parts, *([resume] if command == SWEEP else [])])
     return "; ".join([f"step {state.checkpoint_step} is saved", *parts, resume])
 
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import SPLITS, TRAIN
 from hybrid.config.loading import to_toml
-from hybrid.config.task_sections import main_metric, metric_title
+from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.loggers.record_file import NO_NUMBERS, Record
-from workers.console.messages import visible
+from workers.console.messages import print_line, visible
+from workers.console.terminal import format_number
 from workers.run_folder.run_access import UNKNOWN_FRACTION
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
     headings = names
     if len(runs) > 2:
         headings = [*names, "mean", "deviation"]
-        rows = [(*row, *_mean_and_deviation(row[1:])) for row in rows]
+        rows = [(*row, *(_mean_and_deviation(row[1:]) or ("", ""))) for row in rows]
     settings = [(key, *(each.get(key) for each in keys)) for key in dict.fromkeys(chain(*keys))]
     different = [row for row in settings if any(value != row[1] for value in row[2:])]
     return (
@@ -77,10 +78,27 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
     )
 
 
-def _mean_and_deviation(values: Sequence[Any]) -> tuple[object, object]:
-    """Return mean and standard deviation, or two empty texts unless all values are numbers."""
+def print_means(
+    config: RunConfig, results: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float | None]]:
+    """Print and return "mean" and "deviation" of each test metric of ``results``; None if undefined."""
+    means: dict[str, dict[str, float | None]] = {}
+    print_line("")
+    names = [name for name in shown_metrics(config.all_tasks) if any(name in each for each in results)]
+    heading = f"mean and standard deviation of {len(results)} runs on their test rows"
+    print_line(heading if names else "no mean of test metrics: the runs have no test rows")
+    for name in names:
+        found = _mean_and_deviation([each.get(name) for each in results])
+        means[name] = dict(zip(("mean", "deviation"), found or (None, None), strict=True))
+        value = "unknown" if found is None else " ± ".join(map(format_number, found))
+        print_line(f"{metric_title(name):<20}{value}")
+    return means
+
+
+def _mean_and_deviation(values: Sequence[Any]) -> tuple[float, float] | None:
+    """Return mean and standard deviation; None unless all values are numbers."""
     if not all(type(value) in (int, float) for value in values):
-        return "", ""
+        return None
     return statistics.fmean(values), statistics.stdev(values)
 
 

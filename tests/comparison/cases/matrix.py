@@ -96,7 +96,7 @@ class Case:
     features: str = "one_hot"
     remote: bool = False
     dtype: str = "float64"
-    row_dtype: str = "train"
+    row_dtype: str = "train"  # "mixed": bfloat16 in table "a" only
     update: str = "sync"
     micro_batches: int = 1
     clip_norm: float | None = None
@@ -142,7 +142,7 @@ class Case:
                 "placement": call_text(PLACEMENT_CALLS, self.placement, {"pooled_by": self.pooled_by}),
                 "optimizer": self._optimizer(all_rows=self.all_rows),
                 "learning_rate": 0.1,
-                "dtype": self.row_dtype,
+                "dtype": "train" if self.row_dtype == "mixed" else self.row_dtype,
             },
             dense={
                 "net": call_text(NET_CALLS, self.net, sizes),
@@ -186,6 +186,8 @@ class Case:
                     optimizer=self._optimizer(all_rows=False),
                     placement=self.placement,
                 )
+        if self.row_dtype == "mixed":
+            tables["a"] = dataclasses.replace(tables.get("a", TableSection()), dtype="bfloat16")
         return config.replace(tables=tables, tasks=TASKS[self.tasks], columns=columns)
 
     def _optimizer(self, *, all_rows: bool) -> str:

@@ -94,6 +94,14 @@ def test_table_section_overrides_one_table() -> None:
     assert (user.dim, user.optimizer.name) == (16, "adagrad")
 
 
+def test_table_section_overrides_the_type_of_rows() -> None:
+    for shared, own, expected in (("train", "bfloat16", [4, 2, 4]), ("bfloat16", "train", [2, 4, 2])):
+        changed = dataclasses.replace(
+            config(item=TableSection(dtype=own)), embedding=EmbeddingSection(dtype=shared)
+        )
+        assert [table.row_bytes_per_value for table in table_specs(changed, COLUMNS)] == expected
+
+
 def test_shared_table_has_the_most_rows() -> None:
     people, item = table_specs(config(people=TableSection(features=("friend", "user"))), COLUMNS)
     assert (people.name, people.num_rows, people.features) == ("people", 400, ("user", "friend"))

@@ -63,6 +63,7 @@ def test_outputs_of_built_in_nets_equal_the_engine(tmp_path: Path, net: str, poo
         {"dense": {"remote_mlp": [8]}},
         {"dense": {"autocast": "bfloat16"}},
         {"embedding": {"dtype": "bfloat16"}},
+        {"tables.user": {"dtype": "bfloat16"}},
         {"data": {"vocabulary": "hash(50)", "numeric_scaling": "standardize(log = true)"}},
         {"data": {"dense": []}},
         {"tables.shared": {"features": ["user", "tags"]}},

@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from support import commands
 from support.progress import METRICS, progress
 
@@ -12,6 +13,7 @@ from hybrid.config import RunConfig
 from hybrid.config.sections import TrainSection
 from workers.run_folder.run_access import RESTARTS_FILE, RESULT_FILE
 from workers.run_folder.run_files import RunFolder
+from workers.run_folder.run_report import print_means
 
 HOSTILE = "<script>alert('$x$')</script>\x1b"
 TABLES = {HOSTILE: {"rows": 5000, "dim": 16, "bytes": 3 << 20, "workers": [0, 1]}}
@@ -115,6 +117,18 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     assert "train.epochs" not in page.cells
     (tmp_path / "b" / RESULT_FILE).write_text("[]")
     assert str(tmp_path / "b") in commands.refusal("report", tmp_path / "a", tmp_path / "b")
+
+
+def test_means_of_undefined_and_missing_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    defined, undefined = {"auc": 0.5, "log_loss": 0.25}, {"auc": None, "log_loss": 0.75}
+    means = print_means(RunConfig(), [defined, undefined])
+    assert means["auc"] == {"mean": None, "deviation": None}
+    assert means["log_loss"]["mean"] == 0.5
+    assert capsys.readouterr().out.endswith(
+        "\nAUC                 unknown\nlog loss            0.5000 ± 0.3536\n"
+    )
+    assert print_means(RunConfig(), [{"steps": 3}, {"steps": 4}]) == {}
+    assert "no test rows" in capsys.readouterr().out
 
 
 def test_a_report_loads_nothing_and_escapes_names(tmp_path: Path) -> None:

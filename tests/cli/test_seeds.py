@@ -1,0 +1,103 @@
+"""Runs of one configuration with several seeds, by ``hybrid launch --seeds``."""
+
+import json
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import TrainedRun, output_of, refusal, result_of, run, settings, started
+
+METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
+STOP_SECONDS = 10.0
+RUN = settings(run={"folder": "run"})
+
+
+def folders(*seeds: int) -> list[str]:
+    return [f"run/seed-{seed}" for seed in seeds]
+
+
+def test_each_seed_has_a_run_and_the_metrics_a_mean(
+    trained: TrainedRun, tiny: list[str], tmp_path: Path
+) -> None:
+    ended = run(["launch", *tiny, *RUN, "--seeds", "2", "--json"], tmp_path)
+    assert ended.code == 0
+    printed: dict[str, Any] = json.loads(ended.stdout)
+    results = [result_of(tmp_path / folder) for folder in folders(1, 2)]
+    assert printed["runs"] == dict(zip(folders(1, 2), results, strict=True))
+    assert results[0]["auc"] == result_of(trained.folder)["auc"] != results[1]["auc"]
+    assert list(printed["metrics"]) == [*METRICS]
+    for name, found in printed["metrics"].items():
+        values = [result[name] for result in results]
+        assert found["mean"] == pytest.approx(sum(values) / 2)
+        assert found["deviation"] == pytest.approx(statistics.stdev(values))
+    auc = printed["metrics"]["auc"]
+    assert f"\nAUC                 {auc['mean']:.4f} ± {auc['deviation']:.4f}\n" in ended.stderr
+
+
+def test_interrupted_runs_continue(endless: list[str], tmp_path: Path) -> None:
+    """The first run continues, the others start; afterwards, nothing is left to do."""
+    with started(["launch", *endless, *RUN, "--seeds", "2"], tmp_path) as command:
+        command.await_text("\nstep 3/")
+        command.process.send_signal(signal.SIGTERM)
+        ended = command.wait(STOP_SECONDS)
+    assert ended.code == 143
+    assert ended.stderr.count("\n") == 1
+    assert "--resume auto" in ended.stderr
+    (saved,) = (tmp_path / "run/seed-1/checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-")) + 2
+    again = ["launch", *endless, *RUN, *settings(train={"max_steps": step}), "--seeds", "2"]
+    assert "run.folder" in run(again, tmp_path).stderr
+    printed = output_of([*again, "--resume", "auto"], tmp_path)
+    assert f"\nresuming from step {step - 2}: run/seed-1/" in printed
+    assert "; starting run/seed-2\n" in printed
+    results = [(tmp_path / folder / "result.json").read_bytes() for folder in folders(1, 2)]
+    assert [json.loads(each)["steps"] for each in results] == [step, step]
+    finished = output_of([*again, "--resume", "auto"], tmp_path)
+    for folder in folders(1, 2):
+        assert f"{folder} has finished" in finished
+    assert finished.endswith(printed[printed.index("\nmean and ") :])
+    assert results == [(tmp_path / folder / "result.json").read_bytes() for folder in folders(1, 2)]
+
+
+def test_result_of_one_run_is_printed_as_json(trained: TrainedRun, tmp_path: Path) -> None:
+    folder = trained.copy(tmp_path)
+    again = settings(run={"folder": f"'{folder}'"}, checkpoint={"every_steps": 5})
+    printed = run(["launch", *trained.settings, *again, "--resume", "auto", "--json"], tmp_path).stdout
+    assert json.loads(printed) == {"runs": {str(folder): result_of(folder)}}
+    (folder / "result.json").write_text("{")
+    assert str(folder / "result.json") in refusal(
+        "launch", *trained.settings, *again, "--resume", "auto", "--json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "remedy"),
+    [
+        (["--seeds", "0"], "--seeds = 0:", "at least 2"),
+        (["--seeds", "1"], "--seeds = 1:", "at least 2"),
+        (["--seeds", "2", "--resume", "run/seed-1"], "--resume = 'run/seed-1':", "auto"),
+        (["--seeds", "2", "--set", "run.seed=-1"], "run.seed = -1:", ""),
+        (["--seeds", "2", "--set", "run.folder=ftp://a/b"], "ftp://a/b:", ""),
+    ],
+)
+def test_impossible_seeds_are_refused(
+    arguments: list[str], key: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refusal("launch", *arguments)
+    assert line.startswith(f"hybrid launch: {key} ")
+    assert remedy in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_of_a_later_seed_is_found_before_the_first_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/seed-8").mkdir(parents=True)
+    (tmp_path / "run/seed-8/metrics.jsonl").touch()
+    line = refusal("launch", *RUN, "--seeds", "2", "--set", "run.seed=7")
+    assert line.startswith("hybrid launch: run.folder = 'run/seed-8': ")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["seed-8"]
