@@ -21,4 +21,4 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Traine
     """A run of one epoch on two trainers and two workers; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     arguments = [*tiny, *settings(run={"folder": folder / "a run"}, checkpoint={"every_steps": 5})]
-    return TrainedRun(folder / "a run", output_of(["launch", *arguments], folder, afresh=True), tiny)
+    return TrainedRun(folder / "a run", output_of(["launch", *arguments], folder), tiny)

@@ -92,7 +92,10 @@ def loaded(run: Path, step: int) -> Values:
     return values_of(hybrid.load(step_folder(run, step)))
 
 
-@pytest.fixture(scope="module", params=[("sync", 1), ("lookahead", 2)], ids=["sync", "lookahead"])
+UPDATES = [("sync", 1), ("lookahead", 2)]  # and numbers of workers
+
+
+@pytest.fixture(scope="module", params=UPDATES, ids=["sync", "lookahead"])
 def followed(
     request: pytest.FixtureRequest, clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[tuple[int, Values]]]:
@@ -202,7 +205,9 @@ def test_a_follower_notices_that_a_killed_run_has_resumed(
             assert_equal(values, loaded(whole, step))
 
 
-@pytest.mark.parametrize("first", [1, TOTAL])
+@pytest.mark.parametrize(
+    ("followed", "first"), [*zip(UPDATES, (1, TOTAL), strict=True)], indirect=["followed"], scope="module"
+)
 def test_export_follows_a_run(
     followed: Followed,
     tmp_path: Path,

@@ -37,15 +37,12 @@ def config_of(trainers: int, dense: dict[str, Any], train: dict[str, Any]) -> Ru
 @pytest.mark.parametrize(
     ("trainers", "dense", "train"),
     [
-        (1, {}, {}),
         (1, {}, LOOKAHEAD),
         (2, {}, {}),
-        (2, {}, {**LOOKAHEAD, "micro_batches": 2, "clip_norm": 0.1}),
-        (2, {"remote_mlp": (8,)}, {}),
+        (2, {"remote_mlp": (8,)}, {**LOOKAHEAD, "micro_batches": 2, "clip_norm": 0.1}),
         pytest.param(1, {"autocast": "bfloat16"}, {"dtype": "float32"}, marks=in_software),
         pytest.param(2, {"tensor_size": 2}, {}, marks=in_software),
         pytest.param(2, {"device": f"{GPU}:0,cpu"}, LOOKAHEAD, marks=pytest.mark.gpu),
-        (1, {"device": f"{GPU}:0,{GPU}:0"}, {}),
         (1, {"device": f"{GPU}:0,{GPU}:0", "compile": "script"}, {}),
         pytest.param(2, {"compile": "trace"}, {}, marks=pytest.mark.gpu),
         pytest.param(2, {"compile": "inductor"}, {}, marks=pytest.mark.gpu),

@@ -125,6 +125,9 @@ def kill_and_resume(
         assert notes == [resuming(run, cut)]
 
 
+@pytest.mark.parametrize(
+    "job", [pytest.param("sync", marks=pytest.mark.long), "lookahead"], indirect=True, scope="module"
+)
 def test_killed_run_has_the_bits_of_an_undisturbed_one(
     job: RunConfig, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:

@@ -79,12 +79,7 @@ RANKED_TASKS = {
     ids=["plain", "ranked", "plain", "ranked, not shuffled"],
 )
 def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
-    tasks: dict[str, TaskSection],
-    trainers: int,
-    update: str,
-    shuffle: str,
-    clusters: Clusters,
-    cache: Path,
+    tasks: dict[str, TaskSection], trainers: int, update: str, shuffle: str, clusters: Clusters, cache: Path
 ) -> None:
     """Groups have 1 to 60 of 3000 rows, so ranked slices are uneven and micro-batches often empty."""
     config = small_config(

@@ -75,15 +75,18 @@ def covering_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def covering_cases(choices: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Return cases sorted by cluster, because a cluster runs until another one is needed."""
-    cases = (Case(**row) for row in covering_rows(choices))
-    return sorted(cases, key=lambda c: (c.trainers, c.workers % 3, c.has_many_hosts))
+def covering_cases(choices: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return cases as parameters; those after the first few, which have every value, are marked as long.
 
-
-def mostly_long(cases: Sequence[Case]) -> list[Any]:
-    """Return the cases as parameters; only every fourth is not marked as long."""
-    return [pytest.param(case, marks=pytest.mark.long) if i % 4 else case for i, case in enumerate(cases)]
+    They are sorted by cluster, because a cluster runs until another one is needed.
+    """
+    missing = {(name, value) for name, values in choices.items() for value in values}
+    cases = []
+    for row in covering_rows(choices):
+        cases.append((Case(**row), () if missing else pytest.mark.long))
+        missing.difference_update(row.items())
+    cases.sort(key=lambda each: (each[0].trainers, each[0].workers % 3, each[0].has_many_hosts))
+    return [pytest.param(case, marks=marks) for case, marks in cases]
 
 
 # These cases add numbers in the order of torch. Each multi-hot table is on its own worker: torch sorts the
@@ -203,7 +206,7 @@ def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters)
     check_against_one_process(case, trained(clusters, case), bits=True)
 
 
-@pytest.mark.parametrize("case", mostly_long(covering_cases(CHOICES)), ids=attrgetter("name"))
+@pytest.mark.parametrize("case", covering_cases(CHOICES), ids=attrgetter("name"))
 def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
     outcome = trained(clusters, case)
     check_against_one_process(case, outcome)
@@ -211,9 +214,7 @@ def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
         assert not torch.equal(outcome.end[part], rows_RD), "every table is trained"
 
 
-@pytest.mark.parametrize(
-    "case", mostly_long(covering_cases(CHOICES_OF_GROWING_TABLES)), ids=attrgetter("name")
-)
+@pytest.mark.parametrize("case", covering_cases(CHOICES_OF_GROWING_TABLES), ids=attrgetter("name"))
 def test_growing_tables_equal_one_process(case: Case, clusters: Clusters) -> None:
     """Keys get rows, lose them, and get rows again, on the same steps as in one process."""
     rounds = 3  # so many steps that keys of several workers are evicted

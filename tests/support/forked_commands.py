@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from support.fork_context import fork_context
+from support.namespaces import enter
 
 from workers.cli import main
 from workers.launching import fork_server
@@ -28,16 +29,22 @@ class ForkedCommand:
     Args:
         arguments: of the command, after ``hybrid``.
         output: of this name with the suffixes ``.out`` and ``.err``.
+        host: process whose namespaces the command enters, where ``folder`` is.
     """
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: Path,
+        host: int = 0,
     ) -> None:
         for file in _files(output):
             file.touch()
         context = fork_context()
         self._process = context.Process(
-            target=_main, args=(list(arguments), folder, dict(environment), output), name="hybrid"
+            target=_main, args=(list(arguments), folder, dict(environment), output, host), name="hybrid"
         )
         self._process.start()
         self.pid: int = self._process.pid or 0
@@ -59,7 +66,7 @@ class ForkedCommand:
         self._process.kill()
 
 
-def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
+def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path, host: int) -> None:
     os.setsid()
     # These tests may run under nohup or in the background, where signals are ignored; the command does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,6 +78,10 @@ def _main(arguments: list[str], folder: Path, environment: dict[str, str], outpu
         opened = os.open(path, os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
+    if host:
+        enter(host)
+        if child := os.fork():  # only a child is in the namespace of process numbers
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     os.chdir(folder)
     with mock.patch.object(fork_server, "spawn_server", _Server):
         main(arguments)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 from support.commands import HYBRID, Command, eventually, settings, start_process
-from support.hosts import Host
+from support.forked_commands import ForkedCommand
+from support.hosts import HOME, Host
 
 from hybrid.security.secret import VARIABLE
 from workers.run_folder.run_access import newest_step
@@ -58,12 +59,14 @@ def started_at(
 
     Args:
         environment: variables to add.
-        before: words before the command.
+        before: words before the command, which then starts a new interpreter; else it is forked.
     """
     output = host.output / f"{host.name}-{uuid.uuid4().hex[:8]}"
-    given = host.environment({VARIABLE: _SECRET, **(environment or {})})
-    words = [*host.entering, *before, *HYBRID, *map(str, arguments)]
-    command = Command(start_process(words, given, output), output)
+    given, text = host.environment({VARIABLE: _SECRET, **(environment or {})}), [*map(str, arguments)]
+    if before:
+        command = Command(start_process([*host.entering, *before, *HYBRID, *text], given, output), output)
+    else:
+        command = Command(ForkedCommand(text, HOME, given, output, host.pid), output)
     try:
         yield command
     finally:

@@ -1,5 +1,6 @@
 """Namespaces of tests: a first process, which others can enter, and which ends all of them."""
 
+import ctypes
 import os
 import shlex
 import shutil
@@ -62,6 +63,15 @@ def first_process(flags: Sequence[str], script: str, *arguments: str) -> Iterato
                 process.wait(SECONDS)
         finally:
             process.kill()
+
+
+def enter(first: int) -> None:
+    """Enter the namespaces of a first process; only later children have its process numbers."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    for kind in ("net", "uts", "ipc", "pid", "mnt"):
+        with open(f"/proc/{first}/ns/{kind}", "rb") as namespace:
+            if setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
 
 
 def processes_in(first: int) -> list[psutil.Process]:

@@ -6,13 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hybrid.batch import slice_bounds
-from hybrid.primitives.grouping import (
-    group_bounds,
-    group_ends,
-    last_end,
-    ranking_totals,
-    ranking_weights,
-)
+from hybrid.primitives.grouping import group_bounds, group_ends, last_end, ranking_totals, ranking_weights
 
 sizes_of_groups = st.lists(st.integers(1, 6), max_size=12)
 

@@ -13,13 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybrid.checkpoint.tensor_file import (
-    load_state,
-    map_arrays,
-    read_tensors,
-    unpack_dense,
-    write_tensors,
-)
+from hybrid.checkpoint.tensor_file import load_state, map_arrays, read_tensors, unpack_dense, write_tensors
 from hybrid.errors import CheckpointError
 from hybrid.storage import files
 

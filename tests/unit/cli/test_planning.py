@@ -29,15 +29,7 @@ from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from workers.cli.planning import (
-    Hosts,
-    Plan,
-    distinct_rows,
-    expected_data,
-    make_plan,
-    print_plan,
-    traffic,
-)
+from workers.cli.planning import Hosts, Plan, distinct_rows, expected_data, make_plan, print_plan, traffic
 
 HOST = Hosts(1, 2.0**34, 1e9)
 Printed: TypeAlias = Callable[..., str]

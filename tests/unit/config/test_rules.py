@@ -2,13 +2,7 @@
 
 import pytest
 
-from hybrid.config import (
-    DataSection,
-    ProfileSection,
-    RunConfig,
-    TaskSection,
-    TrainSection,
-)
+from hybrid.config import DataSection, ProfileSection, RunConfig, TaskSection, TrainSection
 from hybrid.config.loading import load_config, validate
 from hybrid.config.validation import recorded_steps
 from hybrid.errors import ConfigError

@@ -447,8 +447,7 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "table",
-    [hybrid.Embedding, hybrid.EmbeddingBag, partial(hybrid.EmbeddingBag, pooled_by="trainers")],
+    "table", [hybrid.Embedding, hybrid.EmbeddingBag, partial(hybrid.EmbeddingBag, pooled_by="trainers")]
 )
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_changes_in_place_do_not_reach_other_calls(

@@ -17,13 +17,7 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures, slice_bounds
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.batches import (
-    BatchLoader,
-    BatchStream,
-    GroupedOrder,
-    ShuffledOrder,
-    check_ranking_losses,
-)
+from hybrid.data.batches import BatchLoader, BatchStream, GroupedOrder, ShuffledOrder, check_ranking_losses
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.errors import ConfigError, DataError
 

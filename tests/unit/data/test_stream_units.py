@@ -93,16 +93,16 @@ def numbers_by_step(batches: list[list[Batch]]) -> list[list[float]]:
     return [torch.cat(each).sort().values.tolist() for each in of_steps]
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.csv.gz"])
-def test_step_has_the_same_rows_for_any_number_of_trainers(name: str, tmp_path: Path) -> None:
-    for part in range(2):
-        write(tmp_path / f"day/{part}-{name}", table(part))
-    config = configure(str(tmp_path / "day"), "parquet" if "parquet" in name else "csv")
+@pytest.mark.parametrize("names", [("a.parquet", "b.parquet"), ("a.csv", "b.csv.gz")])
+def test_step_has_the_same_rows_for_any_number_of_trainers(names: tuple[str, str], tmp_path: Path) -> None:
+    for part, name in enumerate(names):
+        write(tmp_path / "day" / name, table(part))
+    config = configure(str(tmp_path / "day"), "parquet" if "b.parquet" in names else "csv")
     unit, encoder = first_unit(config)
     alone, *others = (numbers_by_step(read(config, unit, encoder, trainers)) for trainers in (1, 2, 3))
     assert others == [alone, alone]
     assert sorted(number for step in alone for number in step) == [*range(2 * ROWS)]
-    if "parquet" in name:  # the metadata have the number of rows, so all lanes end at the same step
+    if "b.parquet" in names:  # the metadata have the number of rows, so all lanes end at the same step
         assert {len(step) for step in alone[:-1]} == {BATCH}
     assert any(np.diff(step).max() > BATCH for step in alone[:-1])  # rows of several lanes
 

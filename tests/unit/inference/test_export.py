@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -49,9 +50,6 @@ torch.save(torch.export.load(program).module()(*torch.load(inputs)), output)
 def shard(served: Path, table: str, index: int = 0) -> Path:
     """Return the path of a shard in an export."""
     return served / shard_file(table, index, Manifest.read(served / "manifest.json").tables[table][2])
-
-
-HALF = {"dtype": "bfloat16", "dim": 4}
 
 
 @pytest.fixture(scope="module")
@@ -105,21 +103,6 @@ def test_other_nets_compute_the_predictions(tmp_path: Path, net: str, pooling: s
     check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-def test_float64_with_a_remote_net_and_a_shared_table(tmp_path: Path) -> None:
-    """A remote net, a shared table, hashed ids, and float64."""
-    sections: dict[str, dict[str, object]] = {
-        "tables.shared": {"features": ["user", "tags"]},
-        "data": {"dense": [], "vocabulary": "hash(50)"},
-        "dense": {"net": "dcn_v2", "remote_mlp": [8]},
-        "train": {"dtype": "float64"},
-    }
-    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
-    exported = load(tmp_path / "served")
-    assert {exported.rows(name).dtype for name in exported.table_names} == {torch.float64}
-    assert load(run).input_names == ("user", "item", "tags", "tags.offsets")
-
-
 def test_several_tasks_compute_the_predictions(shop_run: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
     check_export(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
@@ -144,7 +127,9 @@ HISTORY = "history = 'seen', candidate = 'item'"
 @pytest.mark.parametrize(
     "net",
     [
-        *(f"{name}({HISTORY})" for name in ("din", "self_attention", "hstu")),
+        f"din({HISTORY})",
+        f"self_attention({HISTORY}, blocks = 1)",
+        f"hstu({HISTORY}, blocks = 1)",
         pytest.param("dcn_v2", marks=pytest.mark.long),
     ],
 )
@@ -156,16 +141,23 @@ def test_sequences_compute_the_predictions(tmp_path: Path, net: str) -> None:
 
 
 def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
-    """In ONNX, an input must not have the name of an output."""
+    """In ONNX, an input must not have the name of an output. With a remote net, hashed ids and float64."""
     names = "cat,embedding,linear,scatter_add,sigmoid,val_0"
     header = f"clicked,{names}\n"
     rows = "".join(
         f"{i % 2},{i % 3},{i % 5},{i % 7},{'|'.join('ab'[: i % 3])},{i % 4},{i % 6}\n" for i in range(60)
     )
     (tmp_path / "c.csv").write_text(header + rows)
-    data = {"path": tmp_path / "c.csv", "dense": [], "sparse": names.split(",")}
-    run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
+    data = {"path": tmp_path / "c.csv", "dense": [], "sparse": names.split(","), "vocabulary": "hash(50)"}
+    sections: dict[str, dict[str, object]] = {
+        "tables.shared": {"features": ["cat", "scatter_add"]},
+        "dense": {"net": "dcn_v2", "remote_mlp": [8]},
+        "train": {"dtype": "float64"},
+    }
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data, **sections))
     check_export(run, tmp_path / "served", tmp_path / "c.csv")
+    exported = load(tmp_path / "served")
+    assert {exported.rows(name).dtype for name in exported.table_names} == {torch.float64}
     (tmp_path / "d.csv").write_text((header + rows).replace("sigmoid", "probability"))
     data |= {"path": tmp_path / "d.csv", "sparse": names.replace("sigmoid", "probability").split(",")}
     run = write_trained(tmp_path / "other", clicks_config(tmp_path, data=data))
@@ -277,24 +269,6 @@ def test_narrow_tables_are_in_every_format(
         assert narrow(inputs)["probability"].equal(model(inputs)["probability"])
 
 
-def test_rows_in_bfloat16_keep_their_type_in_every_format(tmp_path: Path) -> None:
-    """One table has another type than the others."""
-    config = clicks_config(tmp_path, embedding=HALF, **{"tables.item": {"dtype": "train"}})
-    run, served = write_trained(tmp_path / "run", config), tmp_path / "served"
-    new = write_clicks(tmp_path / "new.csv", 70, seed=2)
-    check_export(run, served, new)
-    assert {each.dtype for each in load_file(shard(served, "user")).values()} == {torch.bfloat16}
-    model, exported = load(run), load(served)
-    for name in model.table_names:
-        assert exported.rows(name).dtype == (torch.float32 if name == "item" else torch.bfloat16)
-        assert exported.rows(name).equal(model.rows(name))
-    inputs = model.encode(texts_of(new))
-    assert exported(inputs)["probability"].equal(model(inputs)["probability"])
-    program = torch.export.load(served / "program.pt2")
-    dtypes = [each.dtype for name, each in program.state_dict.items() if "table" in name]
-    assert sorted(dtypes, key=str) == [torch.bfloat16, torch.bfloat16, torch.float32]
-
-
 CUSTOM_NET = """
 from torch import nn
 from hybrid.models.dense_net import DenseNet
@@ -308,20 +282,36 @@ def build(config, input_spec, widths):
 """
 
 
-def custom_run(folder: Path, name: str, body: str, width: int) -> Path:
-    """Write a run whose net has ``body`` as its interaction."""
+def custom_run(folder: Path, name: str, body: str, width: int, dtype: str = "train") -> Path:
+    """Write a run whose net has ``body`` as its interaction, with rows of this type, but for items."""
     (folder / f"{name}.py").write_text(CUSTOM_NET.replace("BODY", body).replace("WIDTH", str(width)))
-    return write_trained(folder / "run", clicks_config(folder, dense={"net": f"{name}:build"}))
+    tables: dict[str, dict[str, Any]] = {"tables.item": {"dtype": "train"}}
+    embedding = {"dim": 4, "dtype": dtype}
+    config = clicks_config(folder, dense={"net": f"{name}:build"}, embedding=embedding, **tables)
+    return write_trained(folder / "run", config)
 
 
-def test_a_custom_net_may_reshape_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_net_may_reshape_some_columns_and_bfloat16_rows_keep_their_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE[:, :8].reshape(pooled_BE.shape[0], 2, 4).sum(1)"
-    run = custom_run(tmp_path, "reshaping", body, 4)
-    check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+    run, served = custom_run(tmp_path, "reshaping", body, 4, "bfloat16"), tmp_path / "served"
+    new = write_clicks(tmp_path / "new.csv", 70, seed=2)
+    check_export(run, served, new)
     one_row = write_clicks(tmp_path / "one.csv", 1)
-    found = by_program(tmp_path / "served", load(run).encode(texts_of(one_row)))
+    found = by_program(served, load(run).encode(texts_of(one_row)))
     assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6
+    assert {each.dtype for each in load_file(shard(served, "user")).values()} == {torch.bfloat16}
+    model, exported = load(run), load(served)
+    for name in model.table_names:
+        assert exported.rows(name).dtype == (torch.float32 if name == "item" else torch.bfloat16)
+        assert exported.rows(name).equal(model.rows(name))
+    inputs = model.encode(texts_of(new))
+    assert exported(inputs)["probability"].equal(model(inputs)["probability"])
+    program = torch.export.load(served / "program.pt2")
+    dtypes = [each.dtype for name, each in program.state_dict.items() if "table" in name]
+    assert sorted(dtypes, key=str) == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
 def test_an_operator_that_onnx_lacks_is_refused_in_one_line(

@@ -12,11 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.descriptors import redirected
-from support.trained import (
-    clicks_config,
-    write_clicks,
-    write_trained,
-)
+from support.trained import clicks_config, write_clicks, write_trained
 
 from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files

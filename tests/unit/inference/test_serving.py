@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 from support.commands import ROOT, code_block
 from support.descriptors import redirected
-from support.trained import (
-    predicted_columns,
-    write_clicks,
-    write_shop,
-)
+from support.trained import predicted_columns, write_clicks, write_shop
 
 from workers.cli import main
 

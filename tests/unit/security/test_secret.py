@@ -62,12 +62,7 @@ def test_a_missing_file_and_a_short_secret_are_rejected(
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "password" * 4,
-        "abcdefghijklmnopqrstuvwxyz012345",
-        "11111111-1111-1111-1111-111111111111",
-    ],
+    "value", ["password" * 4, "abcdefghijklmnopqrstuvwxyz012345", "11111111-1111-1111-1111-111111111111"]
 )
 def test_a_secret_that_can_be_guessed_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)

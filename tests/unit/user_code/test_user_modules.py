@@ -85,8 +85,7 @@ def test_a_function_without_an_importable_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["os:system", "builtins:eval", "torch:load", "workers.cli:main", "__main__:anything", "", ".:a"],
+    "name", ["os:system", "builtins:eval", "torch:load", "workers.cli:main", "__main__:anything", "", ".:a"]
 )
 def test_only_user_modules_are_looked_up(name: str) -> None:
     with pytest.raises(ConfigError, match="your modules"):

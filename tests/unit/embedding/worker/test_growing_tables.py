@@ -122,8 +122,8 @@ GROWTHS = {
 @pytest.mark.parametrize(
     ("kind", "workers_by_phase"),
     [
-        *((kind, (1, 3, 8)) for kind in GROWTHS),
-        ("all", (5, 2)),
+        ("plain", (5, 2)),
+        *((kind, (1, 3, 8)) for kind in GROWTHS if kind != "plain"),
         *(pytest.param(kind, (1,), marks=pytest.mark.long) for kind in GROWTHS),
     ],
     ids=str,
