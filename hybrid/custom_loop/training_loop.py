@@ -151,7 +151,7 @@ class TrainingLoop:
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
-        if warning := synchronize_batch_norms(net, config, backend.group):
+        if not backend.is_single_process and (warning := synchronize_batch_norms(net, config, backend.group)):
             self.warnings.warn(warning)
         self._engine = StepEngine[LocalBatch](
             config,

@@ -102,30 +102,31 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
     Returns:
         A warning if results still depend on the number of trainers; it names the layers.
     """
-    layers = {name: each for name, each in net.named_modules() if type(each) in _BATCH_NORMS}
-    is_alone = group.size() == 1 or config.dense.ddp == "none"
     dense, parts = config.dense, config.train.micro_batches
-    if not layers or (is_alone and parts == 1 and dense.parallel != "replicas"):
+    is_alone = group.size() == 1 or dense.ddp == "none"
+    if is_alone and parts == 1 and dense.parallel != "replicas":
         return None
-    if not is_alone and dense.compile == dense.parallel == "none":
-        SyncBatchNorm.group = group
-        for name, layer in layers.items():
-            if dense.ddp == "outside" or name.startswith("head"):
-                layer.__class__ = SyncBatchNorm
-        if parts == 1:
-            return None
+    partial: list[str] = []  # layers whose statistics are those of a part of the batch
+    for name, layer in net.named_modules():
+        if isinstance(layer, _BATCH_NORMS):
+            is_shared = not is_alone and (dense.ddp == "outside" or name.startswith("head"))
+            is_plain = type(layer) in _BATCH_NORMS and dense.compile == dense.parallel == "none"
+            if is_shared and is_plain:
+                SyncBatchNorm.group = group
+                layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
+            if parts > 1 or not (is_shared and is_plain):
+                partial.append(name)
+    if not partial:
+        return None
     return (
-        f"batch normalization in {', '.join(layers)} takes the statistics of a part of the batch: results "
+        f"batch normalization in {', '.join(partial)} takes the statistics of a part of the batch: results "
         "depend on cluster.trainers and differ from those of one process. Use torch.nn.LayerNorm"
     )
 
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Within the block, batch normalizations use the samples of this trainer, so that it can compute alone.
-
-    Running statistics stay.
-    """
+    """Let this trainer compute alone in the block: by its own samples, and with no new running statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield
