@@ -62,6 +62,11 @@ class SparseFeatures(NamedTuple):
         bags = self.ids_L.numel() if self.offsets is None else self.offsets.numel() - 1
         return bags // self.num_features if self.num_features else 0
 
+    def ids(self, feature: int) -> Tensor:
+        """Return ``ids_B`` of a feature with one id per sample."""
+        bags = slice(feature * self.batch_size, (feature + 1) * self.batch_size)
+        return self.ids_L[bags] if self.offsets is None else self.ids_L[self.offsets[bags]]
+
     def samples(self, start: int, stop: int) -> SparseFeatures:
         size = self.batch_size
         if self.offsets is None:

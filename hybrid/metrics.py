@@ -107,12 +107,19 @@ def task_metrics(
     """Compute all metrics of one task in float64, NaN without samples; ConfigError if a custom one fails.
 
     Args:
-        outputs_N: outputs of the dense net; (N, C) for C classes.
+        outputs_N: outputs of the dense net; (N, C) for C classes. For a retrieval task, the rank of each
+            sample's item among all items, from 0.
         weights_N: weights above 0, not used by ranking metrics and custom metrics; None for equal weights.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
     metrics = _common_metrics(task, outputs_N, labels_N, weights_N)
+    if task.kind == "retrieval":
+        for metric in task.metrics:
+            kind, _, k = metric.partition("@")
+            gains_N = torch.ones_like(outputs_N) if kind == "recall" else 1 / (outputs_N + 2).log2()
+            metrics[metric] = gains_N.where(outputs_N < int(k), 0).double().mean().item()
+        return metrics
     predicted_N = compute_predictions(task, outputs_N)
     ranking = None
     for metric in task.metrics:
@@ -147,11 +154,11 @@ def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
 
 
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """Return predictions in float64: probabilities, (N, C) for C classes, or numbers."""
+    """Return predictions in float64: probabilities, (N, C) for C classes, or outputs of other tasks."""
     if task.kind == "binary":
         return probabilities(outputs_N)
     outputs_N = outputs_N.detach().double()
-    return outputs_N if task.kind == "regression" else outputs_N.softmax(dim=1)
+    return outputs_N.softmax(dim=1) if task.kind == "classes" else outputs_N
 
 
 def _common_metrics(
@@ -162,7 +169,9 @@ def _common_metrics(
         return binary_metrics(outputs_N, labels_N, weights_N)._asdict()
     outputs_N, labels_N = outputs_N.detach().double(), labels_N.double()
     weights_N = torch.ones_like(labels_N) if weights_N is None else weights_N.double()
-    if task.kind == "regression":
+    if task.kind == "retrieval":  # outputs are ranks, from 0
+        values: tuple[Tensor, ...] = (_mean(1 / (1 + outputs_N), weights_N),)
+    elif task.kind == "regression":
         error_N = outputs_N - labels_N
         values = (_mean(error_N.square(), weights_N).sqrt(), _mean(error_N.abs(), weights_N))
     else:

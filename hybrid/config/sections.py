@@ -44,6 +44,7 @@ NET_CALLS = CallSignatures(
         "din": (*_HISTORY, argument("attention_mlp", int, (32,), is_list=True, minimum=1)),
         "self_attention": (*_HISTORY, _BLOCKS, argument("heads", int, 1, minimum=1)),
         "hstu": (*_HISTORY, _BLOCKS, argument("heads", int, 2, minimum=1)),
+        "two_towers": (),
     },
     others=USER_FUNCTION,
     others_rule="module:function",
@@ -197,7 +198,7 @@ class DenseSection:
     )
     top_mlp: tuple[int, ...] = model(
         (128, 64),
-        "Hidden units of the net over all features, or of each task's tower (mmoe, ple).",
+        "Hidden units of the net over all features, or of each tower (mmoe, ple, two_towers).",
         minimum=1,
     )
     remote_mlp: tuple[int, ...] = model(
@@ -461,6 +462,11 @@ class RunConfig:
         return sum(task.num_outputs for task in self.all_tasks.values())
 
     @property
+    def retrieval(self) -> TaskSection | None:
+        """The retrieval task, which is then the only task; None for other tasks."""
+        return next((task for task in self.all_tasks.values() if task.kind == "retrieval"), None)
+
+    @property
     def has_ranking_loss(self) -> bool:
         """Whether a task has a ranking loss, which needs whole groups in each step."""
         return any(task.ranking_loss for task in self.tasks.values())
@@ -475,7 +481,10 @@ class RunConfig:
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
     """Return the tasks with their label columns; without sections, one binary task with data.label."""
     sections = tasks or {LABEL: TaskSection(label=data.label)}
-    return {name: dataclasses.replace(task, label=task.label or name) for name, task in sections.items()}
+    return {
+        name: dataclasses.replace(task, label=task.label or (task.item if task.kind == "retrieval" else name))
+        for name, task in sections.items()
+    }
 
 
 _TYPES = get_type_hints(RunConfig)

@@ -13,11 +13,21 @@ from hybrid.config.key import BUILT_IN, USER_FUNCTION, Call, CallSignatures, arg
 from hybrid.errors import ConfigError
 
 TYPE_CALLS = CallSignatures(
-    {"binary": (), "regression": (), "classes": (argument("count", int, None, minimum=2),)}
+    {
+        "binary": (),
+        "regression": (),
+        "classes": (argument("count", int, None, minimum=2),),
+        "retrieval": (argument("item", str, None), argument("dim", int, 32, minimum=1)),
+    }
 )
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
 # The first loss of a kind is the default.
-LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
+LOSSES = {
+    "binary": ("log_loss", "focal"),
+    "regression": ("squared", "huber"),
+    "classes": ("softmax",),
+    "retrieval": ("in_batch",),
+}
 _SMOOTHING = argument("label_smoothing", float, 0.0, minimum=0, maximum=1)
 LOSS_CALLS = CallSignatures(
     {
@@ -26,6 +36,7 @@ LOSS_CALLS = CallSignatures(
         "squared": (),
         "huber": (argument("delta", float, 1.0, above=0),),
         "softmax": (_SMOOTHING,),
+        "in_batch": (argument("temperature", float, 0.1, above=0),),
     },
     others=rf"|{USER_FUNCTION}",
     others_rule="module:function",
@@ -39,17 +50,20 @@ _SHOWN = {
     "binary": ("auc", "log_loss", "normalized_entropy", "calibration"),
     "regression": ("rmse", "mae"),
     "classes": ("accuracy", "log_loss"),
+    "retrieval": ("mrr",),
 }
 METRICS: dict[str, tuple[str, ...]] = {kind: (*shown, "num_samples") for kind, shown in _SHOWN.items()}
 METRICS["binary"] = (*_SHOWN["binary"], "accuracy", "base_rate", "num_samples")
-# Patterns of additional ranking metrics, within each group.
-GROUP_METRICS: dict[str, tuple[str, ...]] = {
+# Patterns of additional ranking metrics: of a retrieval task over all items, of others within each group.
+RANKING_METRICS: dict[str, tuple[str, ...]] = {
     "binary": (r"gauc", r"mrr", r"ndcg@[1-9]\d*", r"recall@[1-9]\d*"),
     "regression": (r"ndcg@[1-9]\d*",),
     "classes": (),
+    "retrieval": (r"ndcg@[1-9]\d*", r"recall@[1-9]\d*"),
 }
 _LOWER_IS_BETTER = ("log_loss", "normalized_entropy", "rmse", "mae")
 _NOT_COMPARABLE = ("calibration", "base_rate", "num_samples")
+_FUNCTION = ("module:function",)
 _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
 
 
@@ -57,10 +71,15 @@ _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
 class TaskSection:
     """A task: its labels, loss and metrics. Without sections, data.label is the label of the only task."""
 
-    label: str = model("", "Label column; empty for the column of the task's name.")
+    label: str = model(
+        "",
+        "Label column; empty for the column of the task's name, or for retrieval if each row is a choice.",
+    )
     type: str = model(
         "binary",
-        "Labels: 0 and 1 (binary), any numbers (regression), or classes from 0 to `count` - 1.",
+        "Labels: 0 and 1 (binary), any numbers (regression), classes from 0 to `count` - 1, or 1 where a "
+        "user chose the item in the column `item` (retrieval: docs/models.md; `dim` is the width of the "
+        "vectors of users and items).",
         signatures=TYPE_CALLS,
     )
     mask: str = model(
@@ -70,8 +89,9 @@ class TaskSection:
     )
     loss: str = option(
         "",
-        "log_loss or focal (binary), squared or huber (regression), softmax (classes), or your function, "
-        "which returns one value per sample; empty for the first loss of the type. `pos_weight` multiplies "
+        "log_loss or focal (binary), squared or huber (regression), softmax (classes), in_batch (retrieval), "
+        "or your function, which returns one value per sample; empty for the first loss of the type. "
+        "`temperature` divides the scores of in_batch. `pos_weight` multiplies "
         "the loss of samples with label 1. `label_smoothing` mixes this fraction of equal probabilities into "
         "the labels. A larger `gamma` gives well-classified samples less weight. Beyond an error of `delta`, "
         "huber grows linearly.",
@@ -91,21 +111,31 @@ class TaskSection:
     weight: float = setting(1.0, "Weight of the task's loss.", above=0, prepares=False)
     metrics: tuple[str, ...] = option(
         (),
-        "Additional metrics: gauc, mrr, ndcg@K and recall@K, within each data.group, or your "
-        "functions as module:function.",
+        "Additional metrics: gauc, mrr, ndcg@K and recall@K, within each data.group (retrieval: ndcg@K and "
+        "recall@K among all items), or your functions as module:function.",
         unsigned=BUILT_IN,
         prepares=False,
     )
 
     @property
     def kind(self) -> str:
-        """``binary``, ``regression`` or ``classes``."""
+        """``binary``, ``regression``, ``classes`` or ``retrieval``."""
         return TYPE_CALLS.parse("type", self.type).name
 
     @property
     def classes(self) -> int:
         """The number of classes; 0 for other kinds."""
         return int(TYPE_CALLS.parse("type", self.type).arguments.get("count", 0))
+
+    @property
+    def item(self) -> str:
+        """The item column of a retrieval task."""
+        return str(TYPE_CALLS.parse("type", self.type)["item"])
+
+    @property
+    def is_item_label(self) -> bool:
+        """Whether each row is a choice of a retrieval task, which then needs no other label than the item."""
+        return self.kind == "retrieval" and self.label == self.item
 
     @property
     def loss_call(self) -> Call:
@@ -132,6 +162,9 @@ class TaskSection:
 
     @property
     def num_outputs(self) -> int:
+        """Outputs of the dense net; those of a retrieval task are a user vector and an item vector."""
+        if self.kind == "retrieval":
+            return 2 * int(TYPE_CALLS.parse("type", self.type)["dim"])
         return self.classes if self.kind == "classes" else 1
 
 
@@ -187,23 +220,24 @@ def _check_task(name: str, task: TaskSection, group: str) -> None:
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must not be the label column of the task", task.mask)
     losses, loss_name = LOSSES[task.kind], task.loss_call.name
-    if loss_name not in losses and not re.fullmatch(USER_FUNCTION, loss_name):
-        rule = f"must be {' or '.join(losses)} if type is {task.kind}, or module:function"
+    takes_functions = task.kind != "retrieval"  # as loss and metrics, of the outputs for each sample
+    if loss_name not in losses and not (takes_functions and re.fullmatch(USER_FUNCTION, loss_name)):
+        rule = f"must be {' or '.join((*losses, *_FUNCTION[:takes_functions]))} if type is {task.kind}"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
     loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
-    if loss and task.kind == "classes":
-        raise ConfigError(key, "needs type binary or regression: classes have no order", loss)
+    if loss and task.kind not in ("binary", "regression"):
+        raise ConfigError(key, "needs type binary or regression, whose outputs have an order", loss)
     if loss and not group:
         raise ConfigError(key, "needs data.group, the column whose values group samples", loss)
-    allowed, key = GROUP_METRICS[task.kind], f"tasks.{name}.metrics"
+    allowed, key = RANKING_METRICS[task.kind], f"tasks.{name}.metrics"
     for metric in task.metrics:
-        if re.fullmatch(USER_FUNCTION, metric):
+        if takes_functions and re.fullmatch(USER_FUNCTION, metric):
             continue
         if not any(re.fullmatch(form, metric) for form in allowed):
             forms = [form.partition("@")[0] + "@K" * ("@" in form) for form in allowed]
-            rule = f"must hold {', '.join((*forms, 'module:function'))} if type is {task.kind}"
-            raise ConfigError(key, rule, metric)
-        if not group:
+            forms += _FUNCTION[:takes_functions]
+            raise ConfigError(key, f"must hold {', '.join(forms)} if type is {task.kind}", metric)
+        if not group and task.kind != "retrieval":
             raise ConfigError(key, "needs data.group, the column whose values group samples", metric)
     if len(set(task.metric_names)) < len(task.metric_names):
         raise ConfigError(key, "must not have two metrics of the same name", task.metrics)

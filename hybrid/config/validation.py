@@ -40,6 +40,7 @@ def check_rules(config: RunConfig) -> None:
     _check_data(config)
     _check_dense(config)
     check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
+    _check_retrieval(config)
     _check_train(config)
     deltas = config.checkpoint.delta_call
     if deltas.name != "none" and not any(deltas.arguments.values()):
@@ -173,7 +174,7 @@ def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
     """Raise ConfigError if a column is named twice, or the model reads a label."""
-    labels = [task.label for task in tasks_of(tasks, data).values()]
+    labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
         if shared := [label for label in labels if label in names]:
@@ -218,6 +219,36 @@ def _check_dense(config: RunConfig) -> None:
     elif dense.tensor_plan:
         rule = "needs dense.tensor_size, the number of trainers that split a net"
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
+
+
+def _check_retrieval(config: RunConfig) -> None:
+    """Raise ConfigError if keys contradict a retrieval task, which ranks all items of a fixed table."""
+    task = config.retrieval
+    if task is None:
+        if config.dense.net_call.name == "two_towers":
+            raise ConfigError("dense.net", "needs a task of type retrieval", config.dense.net)
+        return
+    name = next(iter(config.tasks))
+    if len(config.tasks) > 1:
+        raise ConfigError("tasks", "must hold one task only if its type is retrieval", [*config.tasks])
+    if config.data.sparse and task.item not in config.data.sparse:
+        raise ConfigError(f"tasks.{name}.type", "item must be a column of data.sparse", task.item)
+    if config.dense.net_call.name in NETS and config.dense.net_call.name != "two_towers":
+        rule = "must be two_towers, or your function, if a task has the type retrieval"
+        raise ConfigError("dense.net", rule, config.dense.net)
+    for key, is_refused, rule in (
+        (
+            "data.format",
+            config.data.format == "synthetic",
+            "must be that of files: the synthetic log has no choices",
+        ),
+        ("data.stream", config.data.is_stream, "must be none: the items of a stream are not known"),
+        ("train.micro_batches", config.train.micro_batches > 1, "must be 1: a loss compares all samples"),
+        ("dense.remote_mlp", config.dense.remote_mlp, "must be empty: towers have no common remote net"),
+        ("dense.ddp", config.dense.ddp == "none", "must be outside or inside: all trainers share the towers"),
+    ):
+        if is_refused:
+            raise ConfigError(key, f"{rule} (retrieval)", attrgetter(key)(config))
 
 
 def _check_tensor(dense: DenseSection, trainers: int) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.engine.uneven_batches import gather_slices
+from hybrid.engine.uneven_batches import gather_with_gradients
 from hybrid.errors import DataError
 from hybrid.updates.ticket import DIFFERENT_BATCHES
 
@@ -40,8 +40,7 @@ class TrainerGroup:
         if not values.dim():
             raise DataError("cluster.gather takes one value per sample, (samples, ...), and not a scalar")
         is_trained = torch.is_grad_enabled() and values.requires_grad
-        if self.group.size() > 1:
-            values = _GatherWithGradients.apply(values, self)  # type: ignore[no-untyped-call]
+        values = gather_with_gradients(values, self.group)
         return values if is_trained else values.detach().cpu()
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -60,22 +59,3 @@ class TrainerGroup:
             local = torch.tensor([checksum], dtype=torch.int64)
             if bool((self.gather(local) != local).any()):
                 raise DataError(f"trainers {DIFFERENT_BATCHES}")
-
-
-class _GatherWithGradients(torch.autograd.Function):
-    """Concatenates the tensors of all trainers, with gradients.
-
-    All trainers run the same graph in the same order. So the all-reduce of this backward pass has the same
-    position among the all-reduces of DDP on every trainer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, trainers: TrainerGroup) -> Tensor:
-        slices = gather_slices(values.cpu(), trainers.group)
-        ctx.trainers, ctx.sizes = trainers, [len(each) for each in slices]
-        return torch.cat(slices).to(values.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total: Tensor = ctx.trainers.sum(grads[0]).to(grads[0].device)
-        return total.split(ctx.sizes)[ctx.trainers.group.rank()], None

@@ -26,6 +26,7 @@ from hybrid.models.layers import mlp, output_mlp
 from hybrid.models.mmoe import MMoE
 from hybrid.models.ple import PLE
 from hybrid.models.self_attention import LastQuery, SelfAttention
+from hybrid.models.two_towers import TowerHead, TowerInputs
 from hybrid.models.wide_deep import WideAndDeep
 from hybrid.user_code.user_modules import describe_error, load_function
 
@@ -52,6 +53,8 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     with _seeded(config.run.seed, "dense net"):
         if config.dense.net_call.name in HISTORY_NETS:
             net = _history_net(config, input_spec, widths)
+        elif config.dense.net_call.name == "two_towers":
+            net = _two_towers(config, input_spec, widths)
         elif config.dense.net_call.name in NETS:
             layout = ColumnLayout(config, input_spec, widths)
             net = _built_in_net(config, len(input_spec.dense_features), layout.widths)
@@ -139,6 +142,17 @@ def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]
     width = len(input_spec.dense_features) + dim + sum(column.dim for column in columns)
     head = output_mlp(dense.remote_mlp[-1:] or (width, *dense.top_mlp), config.num_outputs)
     return DenseNet(nn.Identity(), HistoryInteraction(user, candidate, history, columns), head)
+
+
+def _two_towers(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+    """Build a tower over the vector of the item column, and a user tower over all other columns."""
+    task = config.retrieval
+    assert task is not None, "two_towers needs a retrieval task"
+    layout = ColumnLayout(config, input_spec, widths)
+    columns = {feature.name: layout.vector(feature.name) for feature in input_spec.sparse_features}
+    item, width = columns[task.item], len(input_spec.dense_features) + sum(widths)
+    head = TowerHead(width - item.dim, item.dim, config.dense.top_mlp, config.num_outputs // 2)
+    return DenseNet(nn.Identity(), TowerInputs(item.start, item.dim), head)
 
 
 def _common_width(config: RunConfig, widths: Sequence[int]) -> int:

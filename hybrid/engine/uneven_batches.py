@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,3 +76,35 @@ def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     dist.all_gather(counts, local, group=group)
     sizes = [int(each) for each in counts]
     return list(gather_rows(values, sizes, group).split(sizes))
+
+
+def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the tensors of all trainers in rank order, as :func:`gather_slices`, on their device.
+
+    The gradient is the sum over the gradients on all trainers, so every trainer must use the result in its
+    loss.
+    """
+    if group.size() == 1:
+        return values
+    gathered: Tensor = _Gather.apply(values, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """All trainers run the same graph in the same order.
+
+    So the all-reduce of this backward pass has the same position among the all-reduces of DDP on every
+    trainer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        slices = gather_slices(values.cpu(), group)
+        ctx.group, ctx.sizes = group, [len(each) for each in slices]
+        return torch.cat(slices).to(values.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].to("cpu", copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(grads[0].device).split(ctx.sizes)[ctx.group.rank()], None

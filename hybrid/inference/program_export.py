@@ -90,7 +90,7 @@ def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> 
     Raises:
         HybridError: ONNX lacks an operator of a net, or an output would have the name of an input.
     """
-    output_names = prediction_names(model.trained.config.all_tasks)
+    output_names = [each["name"] for each in _outputs(model)]
     if repeated := sorted({*output_names} & {*model.input_names}):
         rule = f"{', '.join(repeated)} is an input and an output; rename the column"
         raise HybridError(f"--format onnx: {rule}")
@@ -160,23 +160,14 @@ def _export_errors(export_format: str) -> Iterator[None]:
 
 def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
     """Write the encoding of raw values as JSON (docs/serving.md); return the names of the files."""
-    config, encoder, tasks = model.trained.config, model.trained.encoder, model.trained.config.all_tasks
+    config, encoder = model.trained.config, model.trained.encoder
     dense, sparse = columns_of(create_file_section(config, [], encoder.input_spec), config.columns)
     content = {
         "format": _FORMAT,
         "inputs": [
             {"name": each.name, "type": _type_name(each.dtype), "shape": each.shape} for each in model.inputs
         ],
-        "outputs": [
-            {
-                "name": output,
-                "type": _type_name(model.dtype),
-                "shape": [SAMPLES, task.classes] if task.kind == "classes" else [SAMPLES],
-                "task": name,
-                "kind": task.kind,
-            }
-            for output, (name, task) in zip(prediction_names(tasks), tasks.items(), strict=True)
-        ],
+        "outputs": _outputs(model),
         "missing": list(config.data.missing),
         "dense": [
             {**asdict(encoding), "source": column.source}
@@ -199,6 +190,19 @@ def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
     text = json.dumps(content, ensure_ascii=False, indent=1)
     write_bytes(folder / PREPROCESSING_FILE, text.encode())
     return [PREPROCESSING_FILE]
+
+
+def _outputs(model: TrainedModule) -> list[dict[str, Any]]:
+    """Return the name, type, shape and task of each output of a program."""
+    outputs = []
+    tasks = model.trained.config.all_tasks
+    for output, (name, task) in zip(prediction_names(tasks), tasks.items(), strict=True):
+        shapes = {output: [SAMPLES, task.classes] if task.kind == "classes" else [SAMPLES]}
+        if task.kind == "retrieval":
+            shapes |= {key: [SAMPLES, task.num_outputs // 2] for key in ("user_vector", "item_vector")}
+        of_task = {"type": _type_name(model.dtype), "task": name, "kind": task.kind}
+        outputs += [{"name": key, "shape": shape, **of_task} for key, shape in shapes.items()]
+    return outputs
 
 
 def _type_name(dtype: torch.dtype) -> str:

@@ -126,7 +126,8 @@ class TrainedModule(nn.Module):
     - ``NAME.weights``: the weights of ids, in the same form.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
-    regression. With several tasks, names start with the task, as in ``click.probability``.
+    regression. With several tasks, names start with the task, as in ``click.probability``. For retrieval, it
+    has ``score`` (samples,) and ``user_vector`` and ``item_vector``.
 
     Args:
         tables: the tables, with names as in the checkpoint.
@@ -370,17 +371,21 @@ def _bag_indices(offsets: Tensor, num_rows: int) -> Tensor:
 def prediction_names(tasks: Mapping[str, TaskSection]) -> list[str]:
     """Return the name of the prediction of each task.
 
-    Names are like ``click.probability`` for a binary task or classes, and ``spent.value`` for a regression. A
-    single task has no prefix.
+    Names are like ``click.probability`` for a binary task or classes, ``spent.value`` for a regression, and
+    ``score`` for retrieval. A single task has no prefix.
     """
-    return [
-        metric_name(tasks, name, "value" if task.kind == "regression" else "probability")
-        for name, task in tasks.items()
-    ]
+    names = {"regression": "value", "retrieval": "score"}
+    return [metric_name(tasks, name, names.get(task.kind, "probability")) for name, task in tasks.items()]
 
 
 def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[str, Tensor]:
-    """Return the predictions of a module, of shape (B,), or (B, C) for C classes."""
+    """Return the predictions of a module, of shape (B,), or (B, C) for C classes.
+
+    For retrieval, the vectors ``user_vector`` and ``item_vector`` (B, D) follow the score, their dot product.
+    """
+    if any(task.kind == "retrieval" for task in tasks.values()):
+        users_BD, items_BD = outputs_BO.chunk(2, dim=1)
+        return {"score": (users_BD * items_BD).sum(dim=1), "user_vector": users_BD, "item_vector": items_BD}
     activations = {"binary": torch.sigmoid, "classes": lambda logits_BC: logits_BC.softmax(dim=1)}
     return {
         name: activations.get(task.kind, lambda values: values)(outputs)
@@ -393,6 +398,9 @@ def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> 
     columns: dict[str, Tensor] = {}
     for name, task, outputs in _by_task(tasks, outputs_NO):
         values_NC = compute_predictions(task, outputs)
+        if task.kind == "retrieval":
+            users_ND, items_ND = values_NC.chunk(2, dim=1)
+            values_NC = (users_ND * items_ND).sum(dim=1)
         if task.kind == "classes":
             columns |= {f"{name}.{number}": column_N for number, column_N in enumerate(values_NC.unbind(1))}
         else:

@@ -60,6 +60,34 @@ class TwoTowers(nn.Module):
         return self.user(users_BH), self.item(items_BH)
 
 
+class TowerInputs(nn.Module):
+    """The interaction of a configured net: inputs of the user tower, then the vector of the item column.
+
+    Args:
+        start, dim: position and width of the item's vector in ``pooled_BE``.
+    """
+
+    def __init__(self, start: int, dim: int) -> None:
+        super().__init__()
+        self.start, self.end = start, start + dim
+
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        before, item, after = pooled_BE.tensor_split([self.start, self.end], dim=1)
+        return torch.cat([bottom_BH, before, after, item], dim=1)
+
+
+class TowerHead(TwoTowers):
+    """The head of a configured net: both towers over the result of :class:`TowerInputs`."""
+
+    def __init__(self, user_width: int, item_width: int, hidden: Sequence[int], dim: int) -> None:
+        super().__init__(user_width, item_width, hidden, dim)
+        self.user_width = user_width
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:  # type: ignore[override]
+        users_BH, items_BH = hidden_BH.tensor_split([self.user_width], dim=1)
+        return torch.cat([self.user(users_BH), self.item(items_BH)], dim=1)
+
+
 def log_popularity(ids: Tensor, num_items: int) -> Tensor:
     """Return ``log_q_I``, the logarithm of the frequency of each item in the training data's ``ids``.
 
@@ -70,8 +98,12 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
     """
     if not ids.numel() or not 0 <= int(ids.min()) <= int(ids.max()) < num_items:
         raise ValueError(f"ids must be some of 0 to {num_items - 1}")
-    counts_I = torch.bincount(ids.flatten(), minlength=num_items).clamp(min=1)
-    return torch.log(counts_I / ids.numel())
+    return log_frequency(torch.bincount(ids.flatten(), minlength=num_items))
+
+
+def log_frequency(counts_I: Tensor) -> Tensor:
+    """Return the logarithms of the frequencies of items from their counts; 0 counts as 1."""
+    return torch.log(counts_I.clamp(min=1) / counts_I.sum())
 
 
 def in_batch_softmax(

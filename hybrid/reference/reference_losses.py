@@ -12,10 +12,22 @@ from hybrid.user_code.user_modules import load_function
 
 
 class ReferenceLoss:
-    """The loss of a run whose tasks are in the order of labels and outputs."""
+    """The loss of a run whose tasks are in the order of labels and outputs.
 
-    def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
+    Args:
+        features: the names of the sparse features of a batch, in their order; for a retrieval task.
+        item_counts: for a retrieval task, the number of training samples with each item id.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, TaskSection],
+        features: Sequence[str] = (),
+        item_counts: Tensor | None = None,
+    ) -> None:
         self._tasks = list(tasks.values())
+        self._features = features
+        self._item_counts = item_counts
         self._custom = {
             t: load_function(f"tasks.{name}.loss", task.loss)
             for t, (name, task) in enumerate(tasks.items())
@@ -31,6 +43,8 @@ class ReferenceLoss:
             outputs: the outputs for each trainer's samples, (samples, outputs).
             slices: each trainer's samples.
         """
+        if self._item_counts is not None:
+            return [self._retrieval_loss(torch.cat(list(outputs)), slices, self._item_counts)]
         has_weights = any(batch.weights is not None for batch in slices)
         num_outputs = [task.num_outputs for task in self._tasks]
         totals = [sum(_weights(s, t).sum().item() for s in slices) or 1.0 for t in range(len(num_outputs))]
@@ -87,6 +101,20 @@ class ReferenceLoss:
             case name:
                 assert name == "huber", name
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
+
+    def _retrieval_loss(self, outputs_NO: Tensor, slices: Sequence[Batch], counts_I: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the own item among the items of all samples with a weight."""
+        (task,) = self._tasks
+        feature = self._features.index(task.item)
+        ids_N = torch.cat([batch.sparse_features.ids(feature) for batch in slices])
+        weights_N = torch.cat([_weights(batch, 0) for batch in slices]).to(outputs_NO)
+        is_chosen_N = weights_N > 0
+        users_ND, items_ND = outputs_NO[is_chosen_N].tensor_split(2, dim=1)
+        frequencies_I = counts_I.clamp(min=1) / counts_I.sum()
+        corrections_N = frequencies_I[ids_N[is_chosen_N]].log().to(outputs_NO)
+        scores_NN = users_ND @ items_ND.T / task.loss_call["temperature"] - corrections_N
+        losses_N = F.cross_entropy(scores_NN, torch.arange(len(scores_NN)), reduction="none")
+        return torch.dot(weights_N[is_chosen_N], losses_N) / (weights_N.sum() or 1.0) * task.weight
 
 
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:

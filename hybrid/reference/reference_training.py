@@ -48,6 +48,7 @@ class Reference:
         remote_net: the net between interaction and head, or None; copied.
         total_steps: steps of the run, on which the schedule may depend.
         initial_rows: function that returns the initial rows of keys of a growing table, (keys, D).
+        item_counts: for a retrieval task, the number of training samples with each item id.
 
     Attributes:
         tables: rows by table, with all updates.
@@ -72,6 +73,7 @@ class Reference:
         remote_net: nn.Module | None,
         total_steps: int,
         initial_rows: Callable[[TableSpec, Sequence[int]], Tensor] | None = None,
+        item_counts: Tensor | None = None,
     ) -> None:
         if config.train.update == "async":
             raise ConfigError("train.update", "must be sync or lookahead to be compared", "async")
@@ -98,7 +100,8 @@ class Reference:
         self.optimizer = _dense_optimizer(self.nets, self.remote_net, config)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._factors = learning_rate_factors(config.schedule, total_steps)
-        self._loss = ReferenceLoss(config.all_tasks)
+        names = [feature.name for feature in self._features]
+        self._loss = ReferenceLoss(config.all_tasks, names, item_counts)
         self.skipped_steps = 0
 
     def step(self, slices: Sequence[Batch]) -> float:

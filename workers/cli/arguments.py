@@ -19,7 +19,7 @@ _Options: TypeAlias = Callable[[_Parser], None]
 _COMPARE, _SCRIPT_ARGUMENTS = "compare", "--"
 _WITH_SCRIPT = ("run", _COMPARE, "master", "role")  # commands with arguments for a script
 COMPARED_DTYPE = DTYPES[-1]
-EXPORTS = ("program", "onnx", "tables")
+EXPORTS = ("program", "onnx", "tables", "items")
 ROW_TYPES = ("float32", "bfloat16")  # of exported tables
 AUTO = "auto"  # for --resume
 STREAM = "-"  # standard input or output
@@ -179,10 +179,15 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     predict.add_argument("--output", type=_path, default=STREAM, metavar="FILE", help=help_text)
     help_text = "input columns to copy to the output, separated by commas; repeatable"
     predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
-    export = add("export", "export a trained model: PyTorch program, ONNX, tables", _model)
+    help_text = "write the K items with the highest scores instead of one score (retrieval)"
+    predict.add_argument("--top-k", type=int, metavar="K", help=help_text)
+    export = add("export", "export a trained model: PyTorch program, ONNX, tables, item vectors", _model)
     help_text = "folder to write, a path or URL; must not exist, unless with --follow"
     export.add_argument("--output", type=_path, required=True, metavar="FOLDER", help=help_text)
-    help_text = "program: torch.export; onnx; tables: safetensors (default: program); repeatable"
+    help_text = (
+        "program: torch.export; onnx; tables: safetensors; items: vectors of a retrieval task, for an index "
+        "(default: program); repeatable"
+    )
     export.add_argument("--format", action="append", choices=EXPORTS, help=help_text)
     help_text = "data type of the tables; the loss of precision is measured (default: that of the rows)"
     export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)

@@ -377,7 +377,7 @@ def predict_command(options: argparse.Namespace) -> None:
     keep = [name for names in options.keep for name in names.split(",")]
     run, source = options.run_folder, (options.trust_code, options.module)
     with _json_output(options.json) as result:
-        result |= predict(run, options.input, options.output, keep, *source)
+        result |= predict(run, options.input, options.output, keep, *source, top_k=options.top_k)
 
 
 def report_command(options: argparse.Namespace) -> None:

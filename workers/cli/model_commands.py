@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
@@ -27,6 +28,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.followed_run import follow_changes
+from hybrid.inference.items import SEARCHED, Items
 from hybrid.inference.raw_rows import Rows, SourceRows, held_out_rows
 from hybrid.inference.table_export import TableExport
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, prediction_columns
@@ -89,7 +91,14 @@ def _summary(model: TrainedModule, report: DatasetReport) -> dict[str, Any]:
 
 def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
     config = model.trained.config
-    predictions = Predictions.concatenate([model.predict(block.batch) for block in rows.blocks()])
+    predict = model.predict
+    if config.retrieval is not None:
+        items = Items(model, "tasks.*.type")
+
+        def predict(batch: Batch) -> Predictions:
+            return items.rank(model.predict(batch), batch)
+
+    predictions = Predictions.concatenate([predict(block.batch) for block in rows.blocks()])
     return predictions.metrics(config.all_tasks, is_weighted=config.data.weighted_metrics)
 
 
@@ -100,6 +109,8 @@ def predict(
     keep: Sequence[str] = (),
     trust_code: bool = False,
     module: str | None = None,
+    *,
+    top_k: int | None = None,
 ) -> dict[str, Any]:
     """Write, for each valid row, the row's number in the input, kept columns, and predictions.
 
@@ -110,6 +121,7 @@ def predict(
         output: a CSV or Parquet file, local or in a store, or standard output.
         keep: columns of the input to write as well.
         module: for a custom training loop, the name of its module; see :class:`CustomModule`.
+        top_k: the number of best items to write for each row of a retrieval task, instead of a score.
 
     Returns:
         A summary for JSON.
@@ -122,7 +134,19 @@ def predict(
     check_new(output)
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     tasks = model.trained.config.all_tasks
-    names = (ROW, *prediction_columns(tasks, torch.zeros(0, model.trained.config.num_outputs)))
+    items = None if top_k is None else Items(model, "--top-k")
+
+    def predicted(batch: Batch) -> dict[str, Any]:
+        outputs_BO = model.predict(batch).tie_equal_samples().outputs
+        if items is not None and top_k is not None:
+            return items.search(outputs_BO, top_k)
+        columns = prediction_columns(tasks, outputs_BO)
+        return {name: pa.array(values_B.numpy()) for name, values_B in columns.items()}
+
+    written = (
+        SEARCHED if items else prediction_columns(tasks, torch.zeros(0, model.trained.config.num_outputs))
+    )
+    names = (ROW, *written)
     for index, name in enumerate(keep):
         if name in names:
             raise ConfigError(_KEEP, "is the name of another column of the output", name)
@@ -140,9 +164,8 @@ def predict(
             rows = SourceRows(model.trained, list_files(inputs, _GIVEN), passthrough, report_progress)
         with prediction_file(output) as write:
             for block in rows.blocks():
-                columns = prediction_columns(tasks, model.predict(block.batch).tie_equal_samples().outputs)
-                predicted = {name: pa.array(values.numpy()) for name, values in columns.items()}
-                write({ROW: pa.array(block.source_rows_B), **block.passthrough, **predicted})
+                columns = predicted(block.batch)
+                write({ROW: pa.array(block.source_rows_B), **block.passthrough, **columns})
     where = "standard output" if output == STDOUT else str(output)
     report = rows.report
     wrote = f"wrote {report.num_rows:,} predictions to {where}; checkpoint: {model.trained.origin}"
@@ -328,6 +351,8 @@ def _export(
                 files.append(program_export.PROGRAM_FILE)
             if "onnx" in formats:
                 files += program_export.write_onnx(program, model, folder)
+        if "items" in formats:
+            files += Items(model, "--format items").write(folder)
     return files
 
 

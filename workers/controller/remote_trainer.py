@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.hybrid_model import MicroBatch, evaluating
 from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
+from hybrid.engine.retrieval import ItemRanking, RetrievalLoss
 from hybrid.engine.step_engine import StepEngine
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.metrics import Predictions
@@ -124,7 +125,6 @@ class Trainer:
             devices,
             self._clock,
         )
-        self._objective = Objective(config.all_tasks)
         self._stream: BatchStream | None = None
         self._reader: Reader | None = None
         self._position = (-1, 0)
@@ -134,6 +134,14 @@ class Trainer:
             for split in config.data.splits:
                 dataset = open_split(data_source, split, config.data)
                 self._loaders[split] = make_loader(config, dataset, index, is_training=split == TRAIN)
+        self._ranking, self._items_ID = None, torch.empty(0)
+        self._loss: Callable[[Tensor, Batch], Tensor]
+        if config.retrieval is None:
+            self._loss = Objective(config.all_tasks)
+        else:
+            self._ranking = ItemRanking(config, spec)
+            counts_I = self._loaders[TRAIN].dataset.count_ids(self._ranking.feature)
+            self._loss = RetrievalLoss(config.retrieval, self._ranking.feature, counts_I, self._group)
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> TrainerReport:
         """Train on this trainer's slice of some steps of an epoch of the prepared data set.
@@ -201,7 +209,7 @@ class Trainer:
                 with self._engine.recording(each) as micro:
                     outputs_BO = model.module(micro, self._clock)
                     with self._clock.phase("dense"), self._clock.span("loss"):
-                        loss = self._objective(outputs_BO, micro.batch)
+                        loss = self._loss(outputs_BO, micro.batch)
                     losses_M.append(self._engine.backward(loss))
                 outputs_M.append(outputs_BO.detach().cpu())
             with self._clock.phase("update"):
@@ -210,7 +218,10 @@ class Trainer:
                     with self._clock.span("optimizer"):
                         self._optimizer.step(step, model.gradients, scale)
             labels_B = by_task(batch.labels, len(tasks))[:, 0]
-            if batch.weights is not None:
+            if self._ranking is not None:  # ranks are not known while training
+                labels_B = torch.full_like(labels_B, torch.nan)
+                outputs_M = [outputs_BO[:, 0] for outputs_BO in outputs_M]
+            elif batch.weights is not None:
                 labels_B = labels_B.where(by_task(batch.weights, len(tasks))[:, 0] > 0, torch.nan)
             losses.append(sum(losses_M))
             outputs.append(split_outputs(torch.cat(outputs_M), [task.num_outputs for task in tasks])[0])
@@ -231,9 +242,18 @@ class Trainer:
         clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._loaders[split].batches(0, first_step) as stream, evaluating(module):
-            for batch in itertools.islice(stream, num_steps):
+
+            def outputs_of(batch: Batch) -> Tensor:
                 lookup = self._embeddings.lookup(batch.sparse_features, ticket)
-                outputs_BO = module(MicroBatch(batch, ticket, lookup, is_last=True), clock).cpu()
+                outputs_BO: Tensor = module(MicroBatch(batch, ticket, lookup, is_last=True), clock).cpu()
+                return outputs_BO
+
+            if self._ranking is not None and first_step == 0:
+                self._items_ID = self._ranking.item_vectors(outputs_of)
+            for batch in itertools.islice(stream, num_steps):
+                outputs_BO = outputs_of(batch)
+                if self._ranking is not None:
+                    outputs_BO = self._ranking.ranks(outputs_BO, batch, self._items_ID)
                 parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
 

@@ -35,6 +35,7 @@ from hybrid.data.stream.stream_source import open_reader
 from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import TableSpec
+from hybrid.engine.retrieval import ItemRanking
 from hybrid.errors import HybridError
 from hybrid.metrics import Predictions
 from hybrid.reference.reference_training import Reference
@@ -224,6 +225,10 @@ class Comparison:
         if session.warning:
             view.warn(session.warning)
         blueprint = session.blueprint
+        ranking, item_counts = None, None
+        if self._config.retrieval is not None:
+            ranking = ItemRanking(self._config, blueprint.input_spec)
+            item_counts = open_split(data_folder, TRAIN, self._config.data).count_ids(ranking.feature)
         start = snapshot(session)
         rows = {table.name: start[TensorName(f"table {table.name}")] for table in blueprint.tables}
         reference = Reference(
@@ -235,6 +240,7 @@ class Comparison:
             blueprint.remote_net(),
             session.total_steps,
             partial(initial_rows_of_keys, self._config.run.seed),
+            item_counts,
         )
         for table, keys in reference.keys.items():
             keys.steps_before = int(start[TensorName(f"table {table}", STEPS_BEFORE)])
@@ -275,10 +281,11 @@ class Comparison:
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
         evaluated = []
         tasks = self._config.all_tasks
+        outputs_of = reference.outputs if ranking is None else ranking.ranks_by(reference.outputs)
         for split, of_split in metrics.items():
             held = open_split(data_folder, split, self._config.data)
             with BatchLoader(held, batch_size=self._config.train.batch_size).batches(0) as batches:
-                predictions = [Predictions.of(b, reference.outputs(b), blueprint.sequences) for b in batches]
+                predictions = [Predictions.of(b, outputs_of(b), blueprint.sequences) for b in batches]
             single = session.metrics(predictions)
             scores = [metric_name(tasks, name, task.main_metric) for name, task in tasks.items()]
             evaluated += [

@@ -44,7 +44,7 @@ class LabelReport:
     @property
     def only(self) -> float | None:
         """The only label in a classification task; None if labels differ."""
-        return self.lowest if self.kind != "regression" and self.lowest == self.highest else None
+        return self.lowest if self.kind in ("binary", "classes") and self.lowest == self.highest else None
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,18 @@ class PreparedDataset:
         pairs = zip(names, self._bags.values(), strict=True)
         return {name: len(ids_L) / max(1, self.num_samples) for name, (ids_L, *_) in pairs}
 
+    def count_ids(self, feature: int) -> Tensor:
+        """Return how often each row of a table of fixed size occurs in samples of weight above 0, (rows,).
+
+        Args:
+            feature: index of a feature with one id per sample.
+        """
+        features = self.input_spec.sparse_features
+        ids_N = self._ids[:, sum(not each.multi_hot for each in features[:feature])]
+        if self._weights is not None:
+            ids_N = ids_N[(self._weights > 0).any(axis=1)]
+        return torch.from_numpy(np.bincount(ids_N, minlength=features[feature].num_rows))
+
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
         """Return the sums of the weights of ``rows`` by task; None if all samples have the same weight."""
         if self._weights is None:

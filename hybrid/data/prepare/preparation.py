@@ -191,6 +191,7 @@ def _write_files(
     for label in reports[TRAIN].labels:
         key = f"tasks.{label.name}" if config.tasks else "data"
         of_task, mask = (f" for task {label.name}", f"{key}.mask and ") if config.tasks else ("", "")
+        mask = f"{key}.label and " if label.kind == "retrieval" else mask
         if not label.count:
             raise DataError(
                 f"{names}: no training row has a weight above 0{of_task}; check {mask}data.weight"

@@ -233,7 +233,7 @@ class TargetSpec:
 
     @property
     def has_weights(self) -> bool:
-        return bool(self.data.weight) or any(task.mask for task in self.tasks.values())
+        return bool(self.data.weight) or any(t.mask or t.kind == "retrieval" for t in self.tasks.values())
 
     def columns(self) -> list[tuple[str, str]]:
         """Return pairs of a configuration key and the column that the key names."""
@@ -273,7 +273,9 @@ class TargetSpec:
             reader.reject(wrong_B, Reason.LABEL, task.mask, label_texts)
             counts_B = mask_B == 1
         labels_B: npt.NDArray[Any]
-        if task.kind == "binary":
+        if task.is_item_label:
+            return np.ones(len(counts_B)), counts_B
+        if task.kind in ("binary", "retrieval"):
             labels_B, wrong_B = column_values.parse_labels(reader.column(task.label), *known)
             reason, expected = Reason.LABEL, label_texts
         else:
@@ -285,4 +287,6 @@ class TargetSpec:
             expected = f"a class from 0 to {task.classes - 1}"
         # The label of a masked sample is often unknown.
         reader.reject(wrong_B & counts_B, reason, task.label, expected)
+        if task.kind == "retrieval":  # only choices count
+            counts_B = counts_B & (labels_B == 1)
         return np.where(wrong_B, 0, labels_B), counts_B

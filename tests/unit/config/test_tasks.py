@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection, TrainSection
+from hybrid.config import CheckpointSection, DataSection, DenseSection, RunConfig, TaskSection, TrainSection
 from hybrid.config.loading import fixed_values, load_config, to_toml, validate
 from hybrid.config.task_sections import main_metric, metric_name, shown_metrics
 from hybrid.errors import ConfigError
@@ -53,6 +53,16 @@ def tasks(**keys: Any) -> dict[str, TaskSection]:
 
 CSV = DataSection(format="csv", path=("x",), sparse=("u",), dense=("s",))
 
+CHOICES = RunConfig(
+    data=dataclasses.replace(CSV, dense=()),
+    tasks=tasks(type="retrieval(u)"),
+    dense=DenseSection(net="two_towers"),
+)
+
+
+def test_a_retrieval_task_ranks_without_groups() -> None:
+    validate(CHOICES.replace(tasks=tasks(type="retrieval(u, dim = 8)", metrics=("recall@10", "ndcg@10"))))
+
 
 @pytest.mark.parametrize(
     ("config", "key"),
@@ -79,6 +89,31 @@ CSV = DataSection(format="csv", path=("x",), sparse=("u",), dense=("s",))
             "checkpoint.keep_best",
         ),
         (RunConfig(data=CSV, tasks={"s": SPENT}), "data.dense"),
+        *(
+            (CHOICES.replace(tasks=tasks(type="retrieval(u)", **keys)), f"tasks.s.{next(iter(keys))}")
+            for keys in (
+                {"loss": "log_loss"},
+                {"loss": "m:loss"},
+                {"metrics": ("gauc",)},
+                {"metrics": ("m:auc",)},
+                {"ranking_loss": "listwise"},
+            )
+        ),
+        (CHOICES.replace(tasks=tasks(type="retrieval(other)")), "tasks.s.type"),
+        (CHOICES.replace(tasks=tasks(type="retrieval")), "tasks.s.type"),
+        (CHOICES.replace(tasks=tasks(type="retrieval(u)") | {"t": CLICK}), "tasks"),
+        (CHOICES.replace(tasks={"s": CLICK}), "dense.net"),
+        (CHOICES.replace(dense=DenseSection(net="dlrm")), "dense.net"),
+        (CHOICES.replace(dense=DenseSection(net="two_towers", remote_mlp=(4,))), "dense.remote_mlp"),
+        (CHOICES.replace(dense=DenseSection(net="two_towers", ddp="none")), "dense.ddp"),
+        (CHOICES.replace(train=TrainSection(micro_batches=2)), "train.micro_batches"),
+        (CHOICES.replace(data=DataSection(dense=("x",))), "data.format"),
+        (
+            CHOICES.replace(
+                data=dataclasses.replace(CSV, dense=(), stream="files()", split="none", vocabulary="hash(9)")
+            ),
+            "data.stream",
+        ),
         (
             RunConfig(train=TrainSection(patience=2), checkpoint=CheckpointSection(keep_best="none")),
             "checkpoint.keep_best",

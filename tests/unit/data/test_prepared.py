@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.choices import choices_config
 from support.samples import csv_config, prepared, whole, write, write_cities
+from support.trained import texts_of
 
 from hybrid.config import DataSection, RunConfig, RunSection, TableSection
 from hybrid.data.dataset import dataset_manifest
@@ -224,3 +227,22 @@ def test_failed_preparation_leaves_nothing(
     with pytest.raises(DataError, match=message):
         prepare(config_of(table), cache, check=check)
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("label", ["chosen", ""])
+def test_ids_are_counted_where_samples_have_a_weight(label: str, tmp_path: Path) -> None:
+    """The item column is the label of a retrieval task without another label: each row is a choice."""
+    task = {"tasks.choice": {"label": label, "type": "retrieval(item)"}}
+    config = choices_config(tmp_path, data={"split": "none", "weight": "importance"}, **task)
+    dataset, _ = prepared(config, tmp_path / "prepared")
+    features = [feature.name for feature in dataset.input_spec.sparse_features]
+    counts_I = dataset.count_ids(features.index("item"))
+    rows = texts_of(tmp_path / "choices.csv")
+    pairs = zip(rows["item"], rows["chosen"], rows["importance"], strict=True)
+    expected = Counter(
+        item for item, chosen, weight in pairs if (chosen == "1" or not label) and float(weight)
+    )
+    values = FeatureEncoder.load(dataset.folder).sparse[features.index("item")].values
+    assert values is not None
+    assert dict(zip(values, counts_I[1:].tolist(), strict=True)) == expected
+    assert not counts_I[0]

@@ -1,0 +1,79 @@
+"""The items of a trained model with a retrieval task, for evaluation, search, and an index."""
+
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from hybrid.batch import Batch
+from hybrid.engine.retrieval import ItemRanking
+from hybrid.errors import ConfigError
+from hybrid.inference.trained_module import TrainedModule
+from hybrid.metrics import Predictions
+from hybrid.models.two_towers import top_items
+
+SEARCHED = ("items", "scores")  # the columns of :meth:`Items.search`
+ITEMS_FILE = "items.parquet"
+
+
+class Items:
+    """All items of a model, in the order of their rows.
+
+    Args:
+        key: the option that needs items, for errors.
+
+    Raises:
+        ConfigError: the model has no retrieval task.
+
+    Attributes:
+        vectors_ID: the vector of each item.
+    """
+
+    def __init__(self, model: TrainedModule, key: str) -> None:
+        config, self._encoder, self._key = model.trained.config, model.trained.encoder, key
+        if config.retrieval is None:
+            raise ConfigError(key, "needs a run with a task of type retrieval")
+        self._ranking = ItemRanking(config, self._encoder.input_spec)
+        self.vectors_ID = self._ranking.item_vectors(lambda batch: model.predict(batch).outputs)
+
+    @cached_property
+    def names(self) -> pa.LargeStringArray:
+        """The value of each item in the input; ConfigError if the model has only hashes of them."""
+        encoding = self._encoder.sparse[self._ranking.feature]
+        if encoding.values is None:
+            rule = (
+                f"needs vocabulary = build for column {encoding.name}: hashes do not have the names of items"
+            )
+            raise ConfigError(self._key, rule, encoding.vocabulary)
+        return encoding.values.texts
+
+    def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
+        """Replace outputs by the rank of each sample's item among all items."""
+        ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
+        return predictions._replace(outputs=ranks_B)
+
+    def search(self, outputs_BO: Tensor, k: int) -> dict[str, pa.Array]:
+        """Return the names of the ``k`` items with the highest scores for each sample, and their scores.
+
+        Raises:
+            ConfigError: ``k`` is not in 1 to the number of items.
+        """
+        if not 1 <= k <= len(self.names):
+            raise ConfigError(self._key, f"must be at least 1 and at most the {len(self.names):,} items", k)
+        users_BD = outputs_BO.chunk(2, dim=1)[0]
+        ids_BK = top_items(users_BD, self.vectors_ID.__getitem__, len(self.names), k)
+        scores_BK = (users_BD.unsqueeze(1) * self.vectors_ID[ids_BK]).sum(dim=2)
+        ends = pa.array(range(0, ids_BK.numel() + 1, k), pa.int32())
+        names = self.names.take(pa.array(ids_BK.flatten().numpy())).cast(pa.string())
+        scores = pa.array(scores_BK.flatten().double().numpy())
+        lists = [pa.ListArray.from_arrays(ends, values) for values in (names, scores)]
+        return dict(zip(SEARCHED, lists, strict=True))
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the names and vectors of all items as Parquet; return the name of the file."""
+        values = pa.array(self.vectors_ID.float().flatten().numpy())
+        vectors = pa.FixedSizeListArray.from_arrays(values, self.vectors_ID.shape[1])
+        pq.write_table(pa.table({"item": self.names, "vector": vectors}), folder / ITEMS_FILE)
+        return [ITEMS_FILE]
