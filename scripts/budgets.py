@@ -22,7 +22,7 @@ def main() -> int:
         ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_190),
         ("configuration keys", sum(line.startswith("| `") for line in keys), 105),
         ("private functions with one caller in their file", sum(map(_count_single_callers, code)), 250),
-        ("kB of docs", sum(path.stat().st_size for path in pages) // 1000, 144),
+        ("kB of docs", sum(path.stat().st_size for path in pages) // 1000, 146),
         ("lines of README.md", _lines([ROOT / "README.md"]), 150),
     ]
     for name, size, limit in budgets:
