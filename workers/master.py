@@ -5,12 +5,11 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Self
 
 from hybrid import transport
 from hybrid.config import RunConfig
@@ -22,7 +21,7 @@ from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, Tr
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders, filesystem_id
 from workers.controller.user_code_jobs import FunctionJob, ScriptJob
-from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
+from workers.exit_codes import Cause, ExitCode, Interrupt, StopMessage, cause_of, exit_code
 from workers.jobs.comparison import Comparison
 from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
@@ -30,7 +29,6 @@ from workers.rendezvous.host_setup import DEFAULT_PORT, listen
 from workers.rendezvous.interrupt import LostRoleError, describe_final_error
 from workers.run_folder.run_access import RunState
 
-_PING_SECONDS = 2.0
 # The heartbeat connection of a lost role closes within this time, and its error names the role.
 _HEARTBEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -42,38 +40,29 @@ def report_cause(
 ) -> ClusterError:
     """Diagnose a failure, and report its cause and exit code to every role; see :func:`diagnose`."""
     try:
-        cause = diagnose(cluster, error, when)
+        cause = diagnose(error, when)
         announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
     except LostRoleError as lost:  # the heartbeat of a role has ended meanwhile
         return report_cause(cluster, lost, when, code_of)
     return cause
 
 
-def diagnose(cluster: JoinedCluster, error: ClusterError, when: str) -> ClusterError:
-    """Return the error to report, which names the lost roles; ``when`` is text such as "at step 12"."""
+def diagnose(error: ClusterError, when: str) -> ClusterError:
+    """Return the error to report, which names a lost role; ``when`` is text such as "at step 12"."""
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)
         error_with_step.args = (f"{error} {when}; its log may have the cause",)
         return error_with_step
-    lost = []
-    for role, call in [(role, transport.ping(role, _PING_SECONDS)) for role in cluster.members]:
-        try:
-            call.wait()
-        except transport.LostError:
-            lost.append((role, cluster.members[role]))
-    if lost and cluster.rendezvous is not None:
-        time.sleep(_HEARTBEAT_SECONDS)  # a LostRoleError of the heartbeat, raised here, is more exact
-    if len(lost) == len(cluster.members) > 1:
-        return ClusterError(f"no role responds to the master any more: {error} ({when})")
-    if lost:
-        names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
-        return ClusterError(f"lost {names} {when}; its log may have the cause")
-    if not isinstance(error, transport.RemoteError):
+    remote = error if isinstance(error, transport.RemoteError) else None
+    if remote is None or not (remote.failure.is_logged or cause_of(remote) is Cause.REFUSED):
+        # The loss of a role may be the cause. Then the thread of the heartbeats raises a LostRoleError here.
+        time.sleep(_HEARTBEAT_SECONDS)
+    if remote is None:
         return ClusterError(f"{error} ({when})")
-    if error.failure.is_self_contained:
-        return error
-    failure = dataclasses.replace(error.failure, message=f"{error.failure.message} ({when})")
-    return transport.RemoteError(error.role, failure)
+    if remote.failure.is_self_contained:
+        return remote
+    failure = dataclasses.replace(remote.failure, message=f"{remote.failure.message} ({when})")
+    return transport.RemoteError(remote.role, failure)
 
 
 def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket | None = None) -> None:
@@ -97,23 +86,20 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             job = ScriptJob(config, task)
         case FunctionTask():
             job = FunctionJob(config, task.function)
+    starts_now = isinstance(task, TrainTask | CompareTask) and not config.data.is_stream
     section = config.cluster
     address, port = section.master_endpoint
     with listener or listen(address, port or DEFAULT_PORT) as bound, TerminalView() as view:
         # The preparation of the data and the rendezvous overlap.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (
-            _Preparation(
-                config,
-                view,
-                starts_now=isinstance(task, TrainTask | CompareTask) and not config.data.is_stream,
-            ) as data,
+            _preparation(config, view, starts_now) as data,
             lead(config, secret, bound, code_of) as cluster,
         ):
             here, members = filesystem_id(), cluster.members.items()
             folders = SharedFolders([role for role, member in members if member.files != here])
             try:
-                code = job.run(cluster.topology, data.result, view, folders)
+                code = job.run(cluster.topology, data, view, folders)
             except (transport.RemoteError, transport.LostError, LostRoleError) as error:
                 raise report_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:
@@ -133,47 +119,44 @@ def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
     return lambda error: exit_code(error, RunState.of(task.folder).has_stepped_since(before))
 
 
-class _Preparation:
-    """The preparation of the data in a daemon thread, which does not keep a failed process alive.
+@contextmanager
+def _preparation(
+    config: RunConfig, view: TerminalView, starts_now: bool
+) -> Iterator[Callable[[], StoragePath]]:
+    """Prepare the data in a daemon thread, which does not keep a failed process alive.
 
     The thread prints nothing, because Python aborts if a daemon thread holds the lock of stdout at exit.
+
+    Yields:
+        A function that returns the folder of the prepared data. It waits, and shows the progress meanwhile.
     """
+    statuses, folder, is_abandoned = SimpleQueue[str](), Future[StoragePath](), threading.Event()
 
-    def __init__(self, config: RunConfig, view: TerminalView, starts_now: bool) -> None:
-        self._config = config
-        self._view = view
-        self._statuses: SimpleQueue[str] = SimpleQueue()
-        self._folder: Future[StoragePath] = Future()
-        self._is_required = starts_now
-        self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
-        if starts_now:
-            self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The thread removes unfinished files. If it is too slow, the next preparation removes them.
-        self._is_required = False
-        if self._thread.is_alive():
-            self._thread.join(_ABANDON_SECONDS)
-
-    def result(self) -> StoragePath:
-        """Return the folder of the prepared data; wait for it, and show its progress meanwhile."""
-        if not self._is_required:
-            self._is_required = True
-            self._thread.start()
-        while not self._folder.done() or not self._statuses.empty():
-            with suppress(Empty):
-                self._view.status(self._statuses.get(timeout=_POLL_SECONDS))
-        return self._folder.result()
-
-    def _run(self) -> None:
-        try:
-            self._folder.set_result(ensure_prepared(self._config, self._statuses.put, self._check))
-        except BaseException as error:  # raised by result
-            self._folder.set_exception(error)
-
-    def _check(self) -> None:
-        if not self._is_required:
+    def check() -> None:
+        if is_abandoned.is_set():
             raise ClusterError("the preparation of the data was abandoned, since the run has ended")
+
+    def prepare() -> None:
+        try:
+            folder.set_result(ensure_prepared(config, statuses.put, check))
+        except BaseException as error:  # raised by result
+            folder.set_exception(error)
+
+    def result() -> StoragePath:
+        if thread.ident is None:
+            thread.start()
+        while not folder.done() or not statuses.empty():
+            with suppress(Empty):
+                view.status(statuses.get(timeout=_POLL_SECONDS))
+        return folder.result()
+
+    thread = threading.Thread(target=prepare, name="prepare", daemon=True)
+    if starts_now:
+        thread.start()
+    try:
+        yield result
+    finally:
+        # The thread removes unfinished files. If it is too slow, the next preparation removes them.
+        is_abandoned.set()
+        if thread.ident is not None:
+            thread.join(_ABANDON_SECONDS)

@@ -17,7 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 NO_NUMBERS = ("kind", "phase_seconds", "unit")  # fields of a record
 _MAX_LOG_BYTES = 1 << 30
 
-# Fields of a line of metrics.jsonl.
+# Fields of a line of metrics.jsonl, or of restarts.jsonl.
 Record: TypeAlias = dict[str, Any]
 
 
@@ -72,8 +72,9 @@ class AppendOnlyFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
-    return [record for record in read_json_lines(path) if _is_record(record)]
+    """Return the records in complete lines of a file; see :func:`parse_records`. Empty if it is missing."""
+    lines = files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
+    return parse_records(lines)
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
@@ -82,34 +83,9 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def parse_records(lines: bytes) -> list[Record]:
-    """Return the records in complete lines of metrics.jsonl, without damaged lines."""
-    return [record for record in _parse_objects(lines) if _is_record(record)]
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in complete lines of a file, without damaged lines; empty if it is missing."""
-    return (
-        _parse_objects(files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0]) if path.is_file() else []
-    )
-
-
-def _parse_objects(lines: bytes) -> list[dict[str, Any]]:
-    objects = []
+    """Return the records in lines, without lines that a kill or a power cut has damaged."""
+    records = []
     for line in lines.split(b"\n"):
         with suppress(ValueError):
-            objects.append(parse_json(line))
-    return [each for each in objects if isinstance(each, dict)]
-
-
-def _is_record(value: dict[str, Any]) -> bool:
-    """Return whether ``value`` is a valid log record: kind, step, phase seconds, numbers."""
-    if not isinstance(seconds := value.get("phase_seconds", {}), dict):
-        return False
-    others = [each for name, each in value.items() if name not in NO_NUMBERS and each is not None]
-    is_step = type(value.get("step")) is int and value["step"] >= 0
-    return (
-        is_step
-        and isinstance(value.get("kind"), str)
-        and isinstance(value.get("unit", ""), str)
-        and all(type(each) in (int, float) for each in [*others, *seconds.values()])
-    )
+            records.append(parse_json(line))
+    return [each for each in records if isinstance(each, dict)]

@@ -242,8 +242,6 @@ class RemoteReader(io.RawIOBase):
         self._path = path
         with store_request(path, "read") as (filesystem, key):
             self._file = filesystem.open_input_file(key)
-            self._size = self._file.size()
-        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -252,18 +250,12 @@ class RemoteReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        content = self._read(len(view))
-        view[: len(content)] = content
-        return len(content)
+        with store_request(self._path, "read"):
+            return int(self._file.readinto(buffer))
 
     def readall(self) -> bytes:
-        return self._read(self._size)
-
-    def _read(self, num_bytes: int) -> bytes:
-        content = self.read_at(self._position, min(num_bytes, self._size - self._position))
-        self._position += len(content)
-        return content
+        with store_request(self._path, "read"):
+            return bytes(self._file.readall())
 
     def read_at(self, start: int, length: int) -> bytes:
         """Return a range of the file; several threads may call this."""
@@ -271,12 +263,10 @@ class RemoteReader(io.RawIOBase):
             return bytes(self._file.read_at(length, start))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = min(max(start + offset, 0), self._size)
-        return self._position
+        return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
-        return self._position
+        return int(self._file.tell())
 
     def close(self) -> None:
         if not self.closed:

@@ -1,11 +1,8 @@
 """Functions and classes of user modules, and their exceptions.
 
-A configuration or a command line names user code as ``module:function``. Processes send these names to each
-other, and each imports the module. Modules of the standard library, of installed packages and of this project
-are not user modules.
+A configuration or a command line names user code as ``module:function``, and each process imports the module.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.abc
@@ -17,8 +14,7 @@ import socket
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType
@@ -102,8 +98,10 @@ def load_function(
         location = user_location(error)
         where = f"{location}: " if location else ""
         reason = f"cannot be imported: {where}{type(error).__name__}: {' '.join(str(error).split())}"
-        missing = _missing_module_hint() if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(key, reason + missing, name) from error
+        if isinstance(error, ModuleNotFoundError):
+            host, rule = socket.gethostname(), "install it there, or put it into the working directory"
+            reason += f" on host {host}; {rule} {os.getcwd()}"
+        raise ConfigError(key, reason, name) from error
     if not parameters:
         return function
     try:
@@ -123,108 +121,9 @@ def load_function(
     return function
 
 
-def _missing_module_hint() -> str:
-    host = socket.gethostname()
-    return f" on host {host}; install it there, or put it into the working directory {os.getcwd()}"
-
-
-@dataclass(frozen=True, slots=True)
-class UserFunction:
-    """The name of a user function, and its bound arguments."""
-
-    name: str
-    args: tuple[Any, ...] = ()
-    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class UserDataclass:
-    """The name of a user dataclass, and the fields of an instance."""
-
-    name: str
-    fields: Mapping[str, Any]
-
-
 def qualified_name(function: Any) -> str:
     """Return the name, "module:function", of a function or class."""
     return f"{function.__module__}:{function.__qualname__}"
-
-
-def to_reference(value: Any) -> Any:
-    """Replace functions, methods, ``functools.partial`` and user dataclasses by names and arguments.
-
-    Raises:
-        ConfigError: a function is a lambda, an inner function, or not in a user module.
-    """
-    if isinstance(value, functools.partial):
-        inner = to_reference(value.func)
-        args = (*inner.args, *map(to_reference, value.args))
-        keywords = {name: to_reference(each) for name, each in value.keywords.items()}
-        return UserFunction(inner.name, args, {**inner.keywords, **keywords})
-    if inspect.ismethod(value):
-        return UserFunction(_importable_name(value), (to_reference(value.__self__),))
-    if inspect.isfunction(value):
-        return UserFunction(_importable_name(value))
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if is_instance and _is_user_module(type(value).__module__):
-        names = [each.name for each in dataclasses.fields(value) if each.init]
-        fields = {name: to_reference(getattr(value, name)) for name in names}
-        return UserDataclass(_importable_name(type(value)), fields)
-    return value
-
-
-def from_reference(value: Any) -> Any:
-    """Return the value that :func:`to_reference` replaced; ConfigError if a name is not in a user module."""
-    if isinstance(value, UserFunction):
-        keywords = {name: from_reference(each) for name, each in value.keywords.items()}
-        return functools.partial(load_user_object(value.name), *map(from_reference, value.args), **keywords)
-    if isinstance(value, UserDataclass):
-        cls = load_user_object(value.name)
-        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-            raise ConfigError("FUNCTION", "is not a dataclass, and cannot be sent", value.name)
-        return cls(**{name: from_reference(each) for name, each in value.fields.items()})
-    return value
-
-
-def load_user_object(name: str) -> Any:
-    """Import the user function or class ``name``: "module:function" or "module:Class.method".
-
-    Raises:
-        ConfigError: no user module defines it.
-    """
-    module, _, qualified = name.partition(":")
-    top = module.partition(".")[0]
-    FolderFinder.search(Path(), module)
-    if top and top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise ConfigError("FUNCTION", f"there is no such module{_missing_module_hint()}", name)
-    if not _is_user_module(module):
-        raise ConfigError("FUNCTION", "is not in one of your modules", name)
-    value: Any = load_function("FUNCTION", f"{module}:{qualified.partition('.')[0]}")
-    for attribute in qualified.split(".")[1:]:
-        value = getattr(value, attribute, None)
-    origin = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not callable(value) or origin != (module, qualified):
-        raise ConfigError("FUNCTION", f"is not defined in {module}", name)
-    return value
-
-
-def _importable_name(function: Any) -> str:
-    name = qualified_name(function)
-    if "<" in name or not _is_user_module(function.__module__):
-        raise ConfigError(
-            "FUNCTION", "must be defined in one of your modules, not as a lambda or an inner function", name
-        )
-    return name
-
-
-@functools.cache
-def _is_user_module(module: str) -> bool:
-    """Return whether a module is a user module; this imports nothing."""
-    top = module.partition(".")[0]
-    if not top or top in PROJECT or top == "__main__" or top in sys.stdlib_module_names:
-        return False
-    paths = _module_paths(module)
-    return bool(paths) and not any(map(is_library, paths))
 
 
 def _module_paths(module: str) -> list[Path]:

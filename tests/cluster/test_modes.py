@@ -71,7 +71,7 @@ def train_alone(cluster: JoinedCluster, config: RunConfig, cache: Path) -> str:
         try:
             gather([session.trainers[0].call(Trainer.train, 0, 0, 2, 0)])
         except RemoteError as error:
-            return str(diagnose(cluster, error, "at step 0"))
+            return str(diagnose(error, "at step 0"))
     return "no error"
 
 

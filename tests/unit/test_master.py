@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.transport import LostError
+from hybrid.transport import Failure, LostError, RemoteError
 from workers import master
 from workers.cluster_task import FunctionTask
 from workers.exit_codes import StopMessage, exit_code
@@ -21,18 +18,6 @@ from workers.rendezvous.host_setup import listen
 from workers.rendezvous.interrupt import LostRoleError
 
 WORKER = Role(RoleKind.WORKER, 0)
-LOST_ROLE = LostRoleError("lost worker 0 (host b, pid 7)")
-
-
-def cluster_with_lost_worker(monkeypatch: pytest.MonkeyPatch, error: Exception) -> JoinedCluster:
-    """Return a cluster with one worker, whose pings fail with ``error``."""
-
-    def wait() -> None:
-        raise error
-
-    monkeypatch.setattr(transport, "ping", lambda *_: SimpleNamespace(wait=wait))
-    members = {WORKER: SimpleNamespace(host="b", pid=7)}
-    return cast(JoinedCluster, SimpleNamespace(members=members, rendezvous=object()))
 
 
 def refuse(topology: Topology, config: RunConfig) -> None:
@@ -58,31 +43,42 @@ def test_interrupt_during_diagnosis_is_reported_with_activity(
     interrupted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection and the heartbeat of a lost role end at nearly the same time."""
-    interrupt = LostRoleError("lost worker 0")
-    error = interrupt if interrupted == "diagnosis" else LostError(WORKER, "broken")
-    cluster = cluster_with_lost_worker(monkeypatch, error)
+    interrupts = [LostRoleError("lost worker 0")]
     announced: list[str] = []
 
+    def sleep(seconds: float) -> None:
+        if interrupted == "diagnosis":
+            raise interrupts.pop()
+
     def announce_stop(cluster: object, message: StopMessage) -> None:
-        if interrupted == "announcement" and not announced:
-            announced.append("")
-            raise interrupt
+        if interrupts:
+            raise interrupts.pop()
         announced.append(str(message))
 
-    monkeypatch.setattr("workers.master.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("workers.master.time.sleep", sleep)
     monkeypatch.setattr(master, "announce_stop", announce_stop)
-    cause: ClusterError = master.report_cause(cluster, LostError(WORKER, "broken"), "at step 3", exit_code)
-    assert announced[-1] == f"75 {cause}" == "75 lost worker 0 at step 3; its log may have the cause"
+    cluster = JoinedCluster(MASTER, Topology(0, 1), cast(Any, None), {})
+    cause = master.report_cause(cluster, LostError(WORKER, "broken"), "at step 3", exit_code)
+    assert announced == [f"75 {cause}"] == ["75 lost worker 0 at step 3; its log may have the cause"]
 
 
-def test_heartbeat_takes_precedence_over_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(seconds: float) -> None:
-        raise LOST_ROLE
-
-    error = LostError(WORKER, "broken")
-    cluster = cluster_with_lost_worker(monkeypatch, error)
+@pytest.mark.parametrize(
+    ("kind", "is_logged", "is_delayed"),
+    [
+        ("ClusterError", False, True),
+        ("RuntimeError", False, True),
+        ("ValueError", True, False),
+        ("DataError", False, False),
+    ],
+)
+def test_an_error_that_a_lost_role_may_have_caused_waits_for_the_heartbeat(
+    kind: str, is_logged: bool, is_delayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("workers.master.time.sleep", waits.append)
     monkeypatch.setattr(master, "announce_stop", lambda *_: None)
-    monkeypatch.setattr("workers.master.time.sleep", interrupt)
-    assert str(master.report_cause(cluster, error, "at step 3", exit_code)).startswith(
-        f"{LOST_ROLE} at step 3"
-    )
+    cluster = JoinedCluster(MASTER, Topology(0, 1), cast(Any, None), {})
+    error = RemoteError(WORKER, Failure("broken", kind, False, "b", is_logged))
+    cause = master.report_cause(cluster, error, "at step 3", exit_code)
+    assert str(cause) == "worker 0 on b: broken (at step 3)"
+    assert bool(waits) == is_delayed

@@ -96,17 +96,10 @@ class SharedFolders:
 
 
 def _check(key: str, file: StoragePath, content: bytes, writes: Mapping[Role, bool]) -> None:
-    """Check a file on all roles; after all checks have ended, raise the first error."""
+    """Check a file on all roles; raise the first error."""
     master = socket.gethostname()
     checks = [
         transport.create(role, check_folder, key, file, content, will_write, master, timeout_seconds=_SECONDS)
         for role, will_write in writes.items()
     ]
-    errors = []
-    for check in checks:
-        try:
-            check.wait()
-        except (transport.RemoteError, transport.LostError) as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    transport.gather(checks)

@@ -140,11 +140,7 @@ class RunCounts:
         """
         if not values:
             return cls()
-        names = cls().pack()[0].keys() - {"undefined"}
         try:
-            counts = [*(values[name] for name in names), *values["undefined"]]
-            if not all(type(count) in (int, float) and count >= 0 for count in counts):
-                raise TypeError("a count is not a number")
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
             unit = ProgressiveMetrics()
             if "unit.counts" in tensors:

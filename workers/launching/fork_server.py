@@ -101,23 +101,6 @@ def serve(descriptor: int, launcher: int) -> None:
             server.handle_events()
 
 
-class _ReportFile:
-    """The report of a process, in anonymous memory, because a full pipe would block the process."""
-
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.memfd_create("report"), "r+b", buffering=0)
-
-    def write(self, report: object) -> None:
-        pickle.dump(report, self._file)
-
-    def take(self) -> Any:
-        """Return the report of a process that has ended, and free the memory; None if there is no report."""
-        with self._file, suppress(EOFError, pickle.UnpicklingError):  # it was killed while it wrote
-            self._file.seek(0)
-            return pickle.load(self._file)
-        return None
-
-
 class _Server:
     """The server's side: handles the requests of the launcher, and reports the ends of processes."""
 
@@ -128,7 +111,7 @@ class _Server:
             "preload": _import,
             "start": self._start,
         }
-        self._processes: dict[str, tuple[ForkProcess, _ReportFile]] = {}
+        self._processes: dict[str, tuple[ForkProcess, Connection]] = {}
 
     def handle_events(self) -> None:
         """Wait for a request or the end of a process, and handle it; EOFError if the launcher has ended."""
@@ -148,9 +131,13 @@ class _Server:
                     reply = error
                 self._connection.send(reply)
             else:
-                process, report = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
+                process, reader = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
                 process.join()
-                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report.take()))
+                report = None
+                # Without a report, recv would wait for children of the process, which may live longer.
+                with reader, suppress(EOFError):
+                    report = reader.recv() if reader.poll() else None
+                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report))
                 process.close()
 
     def _start(self, work: bytes, address: str, port: int) -> dict[str, int]:
@@ -160,11 +147,12 @@ class _Server:
             context = multiprocessing.get_context("fork")
             pids = {}
             for name, args in calls.items():
-                report = _ReportFile()
-                run = (os.getpid(), target, (*args, listener, report.write))
+                reader, writer = context.Pipe(duplex=False)
+                run = (os.getpid(), target, (*args, listener, writer.send))
                 process = context.Process(target=self._run, args=run, name=name)
                 process.start()
-                self._processes[name] = process, report
+                writer.close()
+                self._processes[name] = process, reader
                 pids[name] = process.pid or 0
         return pids
 
@@ -253,7 +241,8 @@ class ForkServer:
 
         Args:
             target: a function of a module. All processes share ``listener``, a socket that listens on the
-                address. ``report`` takes one object, which the launcher receives when the process has ended.
+                address. ``report`` takes one object of less than 64 KiB, which the launcher receives when the
+                process has ended.
             calls: the arguments of each process, by its name.
             address, port: see :func:`listen`.
 

@@ -57,14 +57,13 @@ from workers.rendezvous.heartbeat import (
 )
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files, choose_interface
 from workers.rendezvous.interrupt import Interrupter, StoppedError, describe_final_error, run_interruptibly
-from workers.rendezvous.rendezvous_server import LATE, MEMBER, START_DECISION, STOP, STORE, RendezvousServer
+from workers.rendezvous.rendezvous_server import GO, LATE, MEMBER, STOP, STORE, RendezvousServer
 from workers.rendezvous.secure_channel import Channel, connect
 
 # How long the master of a failed run waits for roles to receive the reason and leave.
 _LEAVE_SECONDS = 5.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
-_GO = "go"
 _HOSTS = "hosts"
 _BACKLOG = 1024
 _LONGEST_ATTEMPT_SECONDS = 10.0  # enough for four connection attempts (SYN packets) of the kernel
@@ -257,12 +256,8 @@ def join(
             _open_store(partial(connect, address, secret, interval, seconds), seconds)
         )
         # The master reports missing roles after its timeout, which may start up to one timeout later.
-        if not _is_set_within(store, START_DECISION, timedelta(seconds=2 * seconds)):
+        if not _is_set_within(store, GO, timedelta(seconds=2 * seconds)):
             raise ClusterError(f"no message from the master for {2 * seconds:g} s")
-        decision = store.get(START_DECISION).decode()
-        if decision != _GO:
-            message = StopMessage.parse(decision)
-            raise StoppedError(f"stopped by the master: {message.reason}", message.code)
         cluster = JoinedCluster(role, section.topology, store, {})
         constructors = [partial(each, settings=settings) for each in (Script, Trainer)]
         with _torch_groups(cluster, config, secret, interface, constructors):
@@ -386,7 +381,7 @@ def _signal_main_thread(number: int) -> None:
 def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
     """Stop every role; called by the master."""
     if not message.reason:
-        cluster.store.set(STOP, str(message))
+        cluster.store.set(STOP, f"{message.code:d}")
     elif cluster.rendezvous is not None:
         cluster.rendezvous.stop(message, _LEAVE_SECONDS)
 
@@ -398,13 +393,13 @@ def serve(role: Role, address: MasterAddress, secret: Secret, settings: Sequence
 
 
 def await_stop(cluster: JoinedCluster) -> ExitCode:
-    """Serve calls until the master stops this role; return the exit code. ClusterError after a failure."""
+    """Serve calls until the master stops this role; return the exit code.
+
+    After a failure, the thread of the heartbeats interrupts this function by a StoppedError.
+    """
     while not _is_set_within(cluster.store, STOP, _LONGEST_WAIT):
         pass
-    message = StopMessage.parse(cluster.store.get(STOP).decode())
-    if message.reason:
-        raise StoppedError(f"stopped by the master: {message.reason}", message.code)
-    return message.code
+    return ExitCode(int(cluster.store.get(STOP)))
 
 
 def _await_members(store: dist.Store, topology: Topology, timeout_seconds: float) -> dict[Role, Registration]:
@@ -421,5 +416,5 @@ def _await_members(store: dist.Store, topology: Topology, timeout_seconds: float
     hosts = {str(role): (each.host, each.network) for role, each in members.items()}
     store.set(_HOSTS, json.dumps({str(MASTER): (socket.gethostname(), network_id())} | hosts))
     store.set("run", secrets.token_hex(_RUN_ID_BYTES))
-    store.set(START_DECISION, _GO)
+    store.set(GO, "")
     return members

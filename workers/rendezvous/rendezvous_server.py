@@ -31,7 +31,7 @@ from workers.rendezvous.host_setup import DEFAULT_PORT, listen
 from workers.rendezvous.interrupt import EndedRoleError, LostRoleError
 from workers.rendezvous.secure_channel import ChannelError, FrameCipher, MasterChannel, authenticate
 
-STOP, START_DECISION = "stop", "start_decision"  # keys for which roles wait, set by the master
+GO, STOP = "go", "stop"  # keys for which roles wait, set by the master
 MEMBER = "member"  # prefix of the keys of registrations
 STORE = b"store"  # purpose of a connection that reads and writes keys
 LATE = b"late"
@@ -283,9 +283,6 @@ class RendezvousServer:
 
     def _stop(self, message: StopMessage) -> None:
         self._failure = self._failure or str(message).encode()
-        for key in (START_DECISION, STOP):
-            if not self._keys.has([key]):
-                self._keys.set(key, self._failure)
 
 
 def report_end(config: RunConfig, secret: Secret, reason: str) -> None:

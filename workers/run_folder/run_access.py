@@ -29,7 +29,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
-from hybrid.loggers.record_file import METRICS_FILE, read_json_lines, read_records
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from hybrid.storage import files
 from hybrid.storage.locked_folders import LOCK_FILE, folder_lock
 from hybrid.storage.private_files import private_user_folder, refuse_link
@@ -283,7 +283,7 @@ def newest_step(folder: StoragePath) -> int | None:
 
 def read_restarts(folder: Path) -> list[dict[str, Any]]:
     """Return the records of restarts.jsonl, without damaged lines."""
-    return read_json_lines(folder / RESTARTS_FILE)
+    return read_records(folder / RESTARTS_FILE)
 
 
 def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:

@@ -37,7 +37,7 @@ from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.errors import CheckpointError
 from hybrid.primitives.bfloat16_arrays import as_array, assign_rows
-from hybrid.primitives.huge_pages import reserved_zeros
+from hybrid.primitives.huge_pages import zeros_in_large_pages
 from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of
 from hybrid.updates.ticket import Purpose
 
@@ -58,7 +58,7 @@ class GrowingGroup(TableGroup):
         # Addresses cost nothing, so they are reserved for as many rows as the host's memory would hold.
         self._capacity = psutil.virtual_memory().total // bytes_per_row(self._table)
         self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
-        super().__init__(group, dtype, self._capacity, reserved_zeros)
+        super().__init__(group, dtype, self._capacity, partial(zeros_in_large_pages, is_reserved=True))
         self.ids_end = KEYS_END
 
     def initialize(self, seed: int) -> dict[str, int]:

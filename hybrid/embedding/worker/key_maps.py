@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from hybrid.embedding.kernels import Ints, compiled, prefetch_row
 from hybrid.errors import ClusterError
-from hybrid.primitives.huge_pages import reserved_pages
+from hybrid.primitives.huge_pages import large_pages
 from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
 
 _SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
@@ -277,16 +277,16 @@ class KeyMap:
         self._buckets = buckets
         self._capacity = capacity
         self._table = table
-        self._memory = reserved_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS))
+        self._memory = large_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS), is_reserved=True)
         self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
         self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
         self._map = self._slots_S2, self._logs_N
         self._sizes_N = np.zeros(NUM_BUCKETS, np.int64)  # number of keys in each bucket, with pending keys
         self._num_added = 0  # upper bound of the keys added by the last update
         self.num_rows_N = np.zeros(NUM_BUCKETS, np.int64)
-        self._records_R2 = np.frombuffer(reserved_pages(16 * capacity), np.int64).reshape(-1, 2)
+        self._records_R2 = np.frombuffer(large_pages(16 * capacity, True), np.int64).reshape(-1, 2)
         # The number of free rows, the first row that was never used, and then the free rows.
-        self._free_R = np.frombuffer(reserved_pages(8 * (capacity + 2)), np.int64)
+        self._free_R = np.frombuffer(large_pages(8 * (capacity + 2), True), np.int64)
 
     @property
     def end(self) -> int:

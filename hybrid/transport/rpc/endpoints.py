@@ -1,6 +1,5 @@
 """The functions that other processes can call here."""
 
-import importlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from hybrid.transport.rpc.pending_calls import Failure, make_failure
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.ticket import PlainTicket, Ticket
-from hybrid.user_code.user_modules import PROJECT, from_reference, load_user_object
+from hybrid.user_code.user_modules import qualified_name
 
 
 @dataclass(slots=True)
@@ -111,28 +110,18 @@ def squared_norm(number: int, step: int) -> Future[float]:
     return hosted.squared_norm(step)
 
 
-def _find_constructor(name: str) -> Callable[..., Any]:
-    """Return the class or function "module:name" of this project or of a user module."""
-    if name in running.constructors:
-        return running.constructors[name]
-    module, _, qualified = name.partition(":")
-    if module.partition(".")[0] not in PROJECT:
-        return load_user_object(name)  # type: ignore[no-any-return]
-    return getattr(importlib.import_module(module), qualified)  # type: ignore[no-any-return]
-
-
-def create(number: int, name: str, args: tuple[Any, ...]) -> Failure | None:
-    """Construct an object of the class ``name``, and keep it until it is closed; return a failure, if any."""
+def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
+    """Construct an object of a class, and keep it until it is closed; return a failure, if any."""
     try:
-        running.objects[number] = _find_constructor(name)(*map(from_reference, args))
+        running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
     except Exception as error:  # returned as a value
         running.objects[number] = make_failure(error)
     return creation_failure(number)
 
 
-def create_module(number: int, name: str, args: tuple[Any, ...]) -> nn.Module:
+def create_module(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> nn.Module:
     """Construct the module of a ``RemoteModule``; see :func:`create`."""
-    return nn.Module() if create(number, name, args) else running.objects[number]
+    return nn.Module() if create(number, cls, args) else running.objects[number]
 
 
 def creation_failure(number: int) -> Failure | None:
@@ -150,7 +139,7 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
     try:
         if "._" in f".{method}":
             raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-        result = attrgetter(method)(running.objects[number])(*map(from_reference, args))
+        result = attrgetter(method)(running.objects[number])(*args)
         if method == "close":
             del running.objects[number]
         return result

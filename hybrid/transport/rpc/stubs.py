@@ -34,7 +34,7 @@ from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.ticket import Purpose, Ticket
-from hybrid.user_code.user_modules import qualified_name, to_reference
+from hybrid.user_code.user_modules import qualified_name
 
 Owned = TypeVar("Owned", covariant=True)
 Kind = TypeVar("Kind", bound=HostedModule, covariant=True)
@@ -78,11 +78,8 @@ class Remote(Generic[Owned]):
         *args: *Arguments,
         timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT,
     ) -> Pending[Result]:
-        """Start a call of a method of the object.
-
-        Functions among the arguments are sent by name; see :func:`to_reference`.
-        """
-        sent = (self.number, method.__name__, tuple(map(to_reference, args)))
+        """Start a call of a method of the object."""
+        sent = (self.number, method.__name__, args)
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
 
 
@@ -134,17 +131,16 @@ class RemoteNet(RemoteHosted[HostedNet]):
 def create(
     role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing ``cls(*args)`` on ``role``, where ``cls`` is of this project or of a user module."""
+    """Start constructing ``cls(*args)`` on ``role``, which can import the module of ``cls``."""
     number = secrets.randbits(_NUMBER_BITS)
-    sent = (number, qualified_name(cls), tuple(map(to_reference, args)))
-    sending = _send(role, endpoints.create, *sent, timeout_seconds=timeout_seconds)
+    sending = _send(role, endpoints.create, number, cls, args, timeout_seconds=timeout_seconds)
     return Pending(role, sending, lambda _: Remote(role, number))
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
     """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed."""
     number = secrets.randbits(_NUMBER_BITS)
-    sent = (number, qualified_name(cls), tuple(map(to_reference, args)))
+    sent = number, cls, args
     with addressed_to(role.rpc_name):
         remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.create_module, sent)  # type: ignore[arg-type]
     # RemoteModule does not wait for the constructor, and reports its exception at the first use only.

@@ -31,8 +31,6 @@ from hybrid.shared_memory.tensor_blocks import DTYPES, Block, MemoryPair, layout
 
 _LENGTHS = struct.Struct("<IQ")
 _INITIAL_BUFFER_BYTES = 1 << 16
-# A buffer shrinks after so many messages in a row that have filled less than a quarter of it.
-_SMALL_MESSAGES = 256
 
 
 class FrameKind(IntEnum):
@@ -72,7 +70,6 @@ class Frames:
         self._memory = memory
         self._sealed = bytearray(_INITIAL_BUFFER_BYTES)
         self._received = bytearray(_INITIAL_BUFFER_BYTES)
-        self._num_small_sent = self._num_small_received = 0
         self._start = self._end = 0  # of the received bytes that are not decrypted yet
 
     def close(self) -> None:
@@ -94,10 +91,8 @@ class Frames:
             tensors = [each if is_contiguous(each) else each.contiguous() for each in tensors]
             segments += [segment for each in tensors for segment in memory_of(each)]
         length = _LENGTHS.size + sum(map(len, segments)) + TAG_BYTES * len(segments)
-        self._num_small_sent = self._num_small_sent + 1 if 4 * length < len(self._sealed) else 0
-        if length > len(self._sealed) or self._num_small_sent == _SMALL_MESSAGES:
-            self._sealed = bytearray(max(length, _INITIAL_BUFFER_BYTES))
-            self._num_small_sent = 0
+        if length > len(self._sealed):
+            self._sealed = bytearray(length)
         frame = memoryview(self._sealed)[:length]
         at = _LENGTHS.size
         _LENGTHS.pack_into(frame, 0, len(head) + TAG_BYTES, length - at)
@@ -141,11 +136,6 @@ class Frames:
         except Exception as error:  # unpickling can raise anything, out of memory included
             raise RejectedMessage(f"it holds no message ({type(error).__name__})") from error
         if self._start == self._end:
-            is_small = 4 * self._end < len(self._received)
-            self._num_small_received = self._num_small_received + 1 if is_small else 0
-            if self._num_small_received == _SMALL_MESSAGES:
-                self._received = bytearray(_INITIAL_BUFFER_BYTES)
-                self._num_small_received = 0
             self._start = self._end = 0
         return message
 

@@ -108,13 +108,7 @@ def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
     assert _scalars(path)["train/loss"] == expected
 
 
-DAMAGED = [
-    *("\0" * 40, '{"kind": "tr', '{"kind": "train"}', "[]", "\ud800", 100_000 * "["),
-    *(f'{{"kind": "train", "step": {step}}}' for step in ("true", "-1", "1.5", 10**400)),
-    *('{"kind": ["train"], "step": 15}', '{"kind": "train", "step": 15, "loss": "x"}'),
-    *(f'{{"kind": "train", "step": 15, "phase_seconds": {value}}}' for value in ("3", '{"data": "x"}')),
-    *('{"kind": "train", "step": 18}', '{"kind": "test", "step": 18}'),  # which have no numbers
-]
+DAMAGED = ["\0" * 40, '{"kind": "tr', '["kind"]', '"', "15", "\ud800", 100_000 * "["]
 
 
 def test_damaged_records_are_skipped(tmp_path: Path) -> None:
@@ -128,7 +122,7 @@ def test_damaged_records_are_skipped(tmp_path: Path) -> None:
         folder.finish({})
     assert RunState.of(path).logged_step == 20
     RunFolder.reopen(path, CONFIG, step=20).close()
-    assert [record["step"] for record in _records(path)] == [10, 18, 18, 20]
+    assert [record["step"] for record in _records(path)] == [10, 20]
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
