@@ -35,11 +35,11 @@ if TYPE_CHECKING:
         Embedding,
         EmbeddingBag,
         Ftrl,
-        Growth,
         Jagged,
         Momentum,
         RowwiseAdagrad,
     )
+    from hybrid.embedding.table_spec import Growth
     from hybrid.engine.ranking_losses import listwise_loss, pairwise_loss
     from hybrid.inference.followed_run import follow
     from hybrid.inference.trained_module import load
@@ -73,6 +73,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
+    "Growth": "hybrid.embedding.table_spec",
     "Negatives": "hybrid.custom_loop.drawn_negatives",
     "follow": "hybrid.inference.followed_run",
     "load": "hybrid.inference.trained_module",

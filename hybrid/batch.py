@@ -5,17 +5,25 @@ The name of a tensor ends in its shape, one letter per dimension:
 ====== ==========================================================
 letter meaning
 ====== ==========================================================
-B      samples of a batch of one trainer
-F      dense (numeric) features
+B      samples of a batch of one trainer; of pooling, bags
+F      dense (numeric) features; of a route, its features
 K      sparse (categorical) features
 L      ids of a batch, over all its sparse features
 D      width of an embedding vector
 E      embedding vectors of all features, concatenated
 H      hidden units
+R      rows of a table, or of several tables in one tensor
 U      distinct rows
-T      tasks
+V      U + 1: bounds of the ids of each distinct row
+S      shards
+G      groups of samples
+T      tasks; in sequence models, positions
 O      outputs of the dense net: one per task, or one per class of a task
+C      classes; of batch normalization, channels
+N      any number of samples, vectors or ids
 ====== ==========================================================
+
+The docstring of a function or module explains its other letters. A digit is a size.
 
 Sparse features are jagged and feature-major: the bags of feature 0 for all samples come first, then those of
 feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets[k * B + b + 1]]``::

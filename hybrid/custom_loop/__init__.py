@@ -11,6 +11,6 @@ Data flow of an id, module by module::
     trainer_group      collective operations: sums, gathered values, comparison of the trainers' batches
     loop_warnings      warnings about calls of PyTorch that miss the tables or the other trainers
     loop_state         the passes, and the state from which a script resumes
-    loop_records       the numbers that a script logs
+    script_log         the numbers that a script logs
     backend            holds the rows: this process, or a cluster (package ``workers``)
 """

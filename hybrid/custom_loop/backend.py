@@ -24,7 +24,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import DenseSection, RunConfig
 from hybrid.config.validation import FINITE_SCHEDULES
-from hybrid.custom_loop.loop_records import LoopRecords
+from hybrid.custom_loop.script_log import ScriptLog
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.embedding.placement import Placement, place
@@ -72,14 +72,14 @@ class Backend:
     snapshot: Path | None
     texts: dict[str, str] = field(default_factory=dict, init=False)
 
-    # Of the clusters of the script that have called `log`; to finish when the script ends.
-    records: list[LoopRecords] = field(default_factory=list, init=False)
+    # Of the clusters of the script that have called `log`; finished when the script ends.
+    logs: list[ScriptLog] = field(default_factory=list, init=False)
 
     def warn(self, message: str) -> None:
         """Show a warning about the script; trainer 0 calls it."""
         warnings.warn(message, stacklevel=2)
 
-    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
+    def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
         """Create the tables on the workers."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class SingleProcess(Backend):
         self._shards: list[TableShards] = []  # of each module
         self._data: StoragePath | None = None
 
-    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
+    def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
         placement = place(tables, num_workers=1)
         rules = update_rules(self.config, num_trainers=1)
         shards = TableShards(placement, 0, rules, getattr(torch, self.config.train.dtype))

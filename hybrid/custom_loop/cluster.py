@@ -21,8 +21,8 @@ from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.drawn_negatives import Negatives
 from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
-from hybrid.custom_loop.loop_records import LoopRecords
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
+from hybrid.custom_loop.script_log import ScriptLog
 from hybrid.custom_loop.step_states import RESUME
 from hybrid.custom_loop.stream_data import StreamData
 from hybrid.custom_loop.training_loop import TrainingLoop
@@ -78,7 +78,7 @@ class Cluster:
         self._num_epochs = 0
         self._saved_step = 0  # of the newest checkpoint; 0 if there is none
         self._resumed_step = 0
-        self._records: LoopRecords | None = None
+        self._log: ScriptLog | None = None
         # The best evaluation, and the best evaluation that has a checkpoint.
         self._best: Best | None = None
         self._saved_best: Best | None = None
@@ -196,14 +196,14 @@ class Cluster:
     ) -> Iterator[Any]:
         now = loop.history.now
         if not torch.is_grad_enabled():
-            slices = loop.local_batches(data, size, whole, drop_last, negatives, now.pass_index, 0)
+            slices = loop.slices(data, size, whole, drop_last, negatives, now.pass_index, 0)
             yield from loop.evaluation_batches(slices)
             return
         loop.flush()
         if isinstance(data, StreamData):
             yield from self._stream_batches(loop, data, negatives)
         elif loop.history.begin_pass(data):  # else its steps precede the checkpoint
-            slices = loop.local_batches(data, size, whole, drop_last, negatives, now.pass_index, now.samples)
+            slices = loop.slices(data, size, whole, drop_last, negatives, now.pass_index, now.samples)
             yield from loop.training_batches(slices, self._write_if_due)
         else:
             return
@@ -219,7 +219,7 @@ class Cluster:
         before_wait = partial(self._write_if_due, is_waiting=True)
         try:
             while loop.remaining_steps != 0 and stream.open(loop.step, before_wait):
-                slices = loop.local_batches(stream, None, None, False, negatives, 0, 0)
+                slices = loop.slices(stream, None, None, False, negatives, 0, 0)
                 yield from loop.training_batches(slices, self._write_if_due)
                 if loop.remaining_steps != 0:
                     stream.end_part(loop.step)
@@ -253,7 +253,7 @@ class Cluster:
         Repeated samples of :meth:`batches` are left out if ``values`` has one entry per sample of the last
         batch, or of all batches of the pass.
         """
-        values = self._require_loop().handed_out.without_padding(values)
+        values = self._require_loop().pass_sizes.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
         total, count = self._require_loop().trainers.sum(sums).tolist()
         return total / count if count else math.nan
@@ -266,7 +266,7 @@ class Cluster:
         result for losses that compare samples of the batch. Every trainer must then use it in its loss.
         """
         loop = self._require_loop()
-        return loop.trainers.gather(loop.handed_out.without_padding(values))
+        return loop.trainers.gather(loop.pass_sizes.without_padding(values))
 
     def evaluate(self, data: Any, size: int | None = None) -> Metrics:
         """Return the metrics of configured runs for samples of all trainers; all trainers call it together.
@@ -294,7 +294,7 @@ class Cluster:
     def _evaluate(self, loop: TrainingLoop, data: Any, size: int | None) -> Metrics:
         tasks = self._backend.config.all_tasks
         parts = []
-        net, outer = loop.model.net, loop.handed_out
+        net, outer = loop.model.net, loop.pass_sizes
         with evaluating(net):
             for batch in self.batches(data, size):
                 missing = [name for name in tasks if name not in batch]
@@ -308,7 +308,7 @@ class Cluster:
         if not parts:
             raise DataError("evaluate: the data have no batch")
         outputs, *rest = (self.gather(torch.cat(each)) for each in zip(*parts, strict=True))
-        loop.handed_out = outer
+        loop.pass_sizes = outer
         rows = torch.arange(len(outputs))  # each sample gets a key of its own
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
         predictions = Predictions(outputs, rest[0], rows, *rest[1:])
@@ -380,17 +380,17 @@ class Cluster:
             return
         if self._root is None:
             raise RuntimeError("call cluster.resume(folder) first: cluster.log writes into this folder")
-        if self._records is None:
+        if self._log is None:
             if not isinstance(self._root, Path):
                 rule = "must be a local folder, since a store cannot append the lines of cluster.log"
                 raise ConfigError("cluster.resume", rule, str(self._root))
-            self._records = LoopRecords(self._root, backend.config, self._resumed_step, backend.warn)
+            self._log = ScriptLog(self._root, backend.config, self._resumed_step, backend.warn)
             if backend.is_single_process:
-                weakref.finalize(self, self._records.finish)
-            backend.records.append(self._records)
+                weakref.finalize(self, self._log.finish)
+            backend.logs.append(self._log)
         with torch.no_grad():
             numbers = {name: float(value) for name, value in values.items()}
-        self._records.append(loop.step, numbers, loop.history.is_repeated)
+        self._log.append(loop.step, numbers, loop.history.is_repeated)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs; after :meth:`resume`, start with the epoch of the checkpoint.

@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid.config.data_sections import MIN_GROWING_ROWS, UNKNOWN_ROWS
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.stored_matrix import make_absolute, read_shape
-from hybrid.embedding.table_spec import UNLIMITED_ROWS, GrowthSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import UNLIMITED_ROWS, Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import DataError
 from hybrid.primitives.splitmix64 import next_of
@@ -37,26 +36,26 @@ if TYPE_CHECKING:
 
 def SGD(lr: float, weight_decay: float = 0.0, *, all_rows: bool = False) -> OptimizerSpec:
     """Stochastic gradient descent."""
-    return _spec("sgd", lr, weight_decay=weight_decay, all_rows=all_rows)
+    return _optimizer_spec("sgd", lr, weight_decay=weight_decay, all_rows=all_rows)
 
 
 def Momentum(
     lr: float, momentum: float = 0.9, weight_decay: float = 0.0, *, all_rows: bool = False
 ) -> OptimizerSpec:
     """SGD with momentum; the buffer of a row changes only when the row is updated."""
-    return _spec("momentum", lr, momentum=momentum, weight_decay=weight_decay, all_rows=all_rows)
+    return _optimizer_spec("momentum", lr, momentum=momentum, weight_decay=weight_decay, all_rows=all_rows)
 
 
 def Adagrad(
     lr: float, eps: float = 1e-10, weight_decay: float = 0.0, *, all_rows: bool = False
 ) -> OptimizerSpec:
     """Adagrad with a sum of squares per value."""
-    return _spec("adagrad", lr, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+    return _optimizer_spec("adagrad", lr, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
 def RowwiseAdagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> OptimizerSpec:
     """Adagrad with one accumulator per row, which sums the mean squares of the row's gradients."""
-    return _spec("rowwise_adagrad", lr, eps=eps, weight_decay=weight_decay)
+    return _optimizer_spec("rowwise_adagrad", lr, eps=eps, weight_decay=weight_decay)
 
 
 def Adam(
@@ -68,7 +67,7 @@ def Adam(
     all_rows: bool = False,
 ) -> OptimizerSpec:
     """Adam with a step count per row."""
-    return _spec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+    return _optimizer_spec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
 def AdamW(
@@ -80,41 +79,15 @@ def AdamW(
     all_rows: bool = False,
 ) -> OptimizerSpec:
     """Adam with decoupled weight decay."""
-    return _spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+    return _optimizer_spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
 def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
     """FTRL-proximal."""
-    return _spec("ftrl", lr, ftrl_beta=beta, ftrl_l1=l1, weight_decay=weight_decay)
+    return _optimizer_spec("ftrl", lr, ftrl_beta=beta, ftrl_l1=l1, weight_decay=weight_decay)
 
 
-def Growth(
-    *,
-    admit_after: int = 1,
-    max_rows: int = 0,
-    evict_after: int = 0,
-    half_life: int = 10_000,
-    unknown: str = "initial",
-) -> GrowthSpec:
-    """The rules for adding and evicting rows of a growing table.
-
-    Args:
-        admit_after: number of steps that read an id before it gets a row.
-        max_rows: the largest number of rows, at least 8,192; 0 for no limit.
-        evict_after: number of steps without a lookup after which an id loses its row; 0 for never.
-        half_life: interval in steps at which the counts for ``admit_after`` are halved.
-        unknown: the vector of an id without a row in evaluations: its "initial" row, or "zeros".
-    """
-    if min(admit_after, half_life) < 1 or evict_after < 0:
-        raise ValueError("admit_after and half_life must be at least 1, and evict_after at least 0")
-    if max_rows and max_rows < MIN_GROWING_ROWS:
-        raise ValueError(f"max_rows must be 0 or at least {MIN_GROWING_ROWS:,}, not {max_rows}")
-    if unknown not in UNKNOWN_ROWS:
-        raise ValueError(f"unknown is one of {', '.join(UNKNOWN_ROWS)}, not {unknown!r}")
-    return GrowthSpec(admit_after, max_rows, evict_after, half_life, unknown)
-
-
-def _spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
+def _optimizer_spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
     """Return the specification of an optimizer; ValueError if an argument is out of range."""
     spec = OptimizerSpec(name, lr, **settings)
     above_zero = [("lr", spec.learning_rate), ("eps", spec.eps), ("beta", spec.ftrl_beta)]
@@ -220,7 +193,7 @@ class TableModule(nn.Module):
         num_embeddings: int | None,
         embedding_dim: int,
         *,
-        growing: bool | GrowthSpec = False,
+        growing: bool | Growth = False,
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
@@ -230,7 +203,7 @@ class TableModule(nn.Module):
         ids: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.growth = GrowthSpec() if growing is True else growing or None
+        self.growth = Growth() if growing is True else growing or None
         if (num_embeddings is None) != (self.growth is not None):
             raise ValueError("a table has a number of rows, or num_embeddings=None and growing=True")
         if embedding_dim < 1 or (num_embeddings is not None and num_embeddings < 1):
@@ -417,7 +390,7 @@ class EmbeddingBag(TableModule):
         embedding_dim: int,
         *,
         mode: str = "mean",
-        growing: bool | GrowthSpec = False,
+        growing: bool | Growth = False,
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,

@@ -67,7 +67,8 @@ class LocalBatch:
 
     Args:
         values: the slice, in the structure of the script's batches; for an empty slice, another sample.
-        global_size: number of samples of all trainers.
+        size: number of samples of the slice, without padding.
+        global_size: number of samples of the batch, over all trainers.
         whole: column whose groups are not split between micro-batches, or None.
         checksum: see :func:`checksum`; 0 if this trainer reads only its slice.
         device: on which the script gets the tensors.
@@ -100,7 +101,7 @@ class LocalBatch:
         return {**self.values, **self.drawn}
 
     @cached_property
-    def handed_out(self) -> Any:
+    def device_columns(self) -> Any:
         """The columns on the device. ``columns`` keeps the ids for lookups on the CPU, too."""
         if self.device.type == "cpu":
             return self.columns
@@ -120,7 +121,7 @@ class LocalBatch:
     @cached_property
     def calls(self) -> list[TableCall]:
         """The table calls with the columns in ``ids`` of each table; looked up before the module runs."""
-        return self._calls(self.handed_out)
+        return self._calls(self.device_columns)
 
     def _calls(self, values: Any) -> list[TableCall]:
         columns = {name: c for name, c in _columns(values) if isinstance(c, Tensor | Jagged)}
@@ -129,24 +130,24 @@ class LocalBatch:
     @property
     def sparse_features(self) -> list[TableRequest]:
         """The lookups of :attr:`calls`."""
-        calls = self.calls if self.handed_out is self.columns else self._calls(self.columns)
+        calls = self.calls if self.device_columns is self.columns else self._calls(self.columns)
         return [call.module.request(call) for call in calls]
 
-    def split(self, parts: int) -> list[LocalBatch]:
-        """Split into ``parts`` micro-batches; a micro-batch may consist of padding only."""
-        if parts == 1:
+    def split(self, count: int) -> list[LocalBatch]:
+        """Split into ``count`` micro-batches; a micro-batch may consist of padding only."""
+        if count == 1:
             return [self]
         ends_G = None
         if self.whole is not None:
             ends_G = group_ends(_group_column(self.values, self.whole)[: self.size])
-        ranges = [slice_bounds(self.size, part, parts, ends_G) for part in range(parts)]
+        ranges = [slice_bounds(self.size, each, count, ends_G) for each in range(count)]
         return [
             replace(self, values=_cut_padded(self.values, self.padded_size, start, stop), size=stop - start)
             for start, stop in ranges
         ]
 
 
-def local_batches(
+def slice_batches(
     batches: Iterable[Any],
     trainer: int,
     num_trainers: int,
@@ -503,7 +504,7 @@ class PreparedData(EncodedData):
     def input_spec(self) -> InputSpec:
         return self.dataset.input_spec
 
-    def local_batches(
+    def slices(
         self,
         trainer: int,
         num_trainers: int,

@@ -41,9 +41,9 @@ from hybrid.custom_loop.local_batches import (
     division,
     end_small,
     global_batches,
-    local_batches,
     size_of,
     skip_samples,
+    slice_batches,
     tensors_of,
 )
 from hybrid.custom_loop.loop_state import PassHistory
@@ -69,7 +69,7 @@ from hybrid.updates.update_rules import UpdateMode
 _ROWS_PER_LOOKUP = 1 << 16
 # A rank that no trainer has: seeds random numbers that must be equal on all trainers.
 _ALL_TRAINERS = 1 << 32
-_MANY_PARTS = 1 << 30  # a placeholder until the number of lookups of the step is known
+_MANY_LOOKUPS = 1 << 30  # a placeholder until the number of lookups of the step is known
 _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 
@@ -87,21 +87,33 @@ def _call_before_steps() -> None:
     register_optimizer_step_pre_hook(before_step)
 
 
+@dataclass(slots=True)
+class CallVectors:
+    """The vectors of a call of a table."""
+
+    call: TableCall  # keeps its tensors, so that no other call gets its key
+    vectors: Tensor
+    version: int | None = None  # version counter of the vectors when the module received them; None before
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module has changed the vectors in place."""
+        return self.version is not None and self.version != self.vectors._version
+
+
 @dataclass
-class ForwardPass:
-    """A forward pass that is running."""
+class CurrentBatch:
+    """The batch or micro-batch that the script has, and its lookups."""
 
     ticket: Ticket
-    # The batch of the pass; empty for a call without a batch.
+    # Empty for a call of the module without a batch.
     batch: LocalBatch = field(default_factory=lambda: LocalBatch({}, 0, 0, ()))
-    # The lookup that was sent before the pass; None after its vectors are used.
+    # The lookup that was sent before the script got the batch; None after its vectors are used.
     prefetched: Lookup | None = None
-    is_last: bool = False  # whether it trains the last micro-batch of a step
-    # Number of lookups with gradients in the step. The backward pass adds the lookups of this pass.
+    is_last: bool = False  # whether it is the last micro-batch of a step
+    # Number of lookups with gradients in the step. The backward pass adds the lookups of this batch.
     num_lookups: int = 0
-    vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
-    # For each call of a table: its key, and the version of the vectors that the module received.
-    returned: dict[object, int] = field(default_factory=dict)
+    vectors: dict[object, CallVectors] = field(default_factory=dict)  # by key of the call
     # For each used lookup, its zero output; see ModuleTables.lookup.
     zeros: list[Tensor] = field(default_factory=list)
     # Factor of the step's gradients; None before it is decided, and to skip the step.
@@ -118,7 +130,7 @@ class TrainingLoop:
         history: the passes over training batches.
         warnings: warnings about the script.
         optimizers: the optimizers of the module's parameters, in the order of first use.
-        handed_out: the sizes of the slices of the latest pass.
+        pass_sizes: the sizes of the slices of the latest pass.
         is_saving: whether a checkpoint is reading the state dict of the module.
     """
 
@@ -140,14 +152,16 @@ class TrainingLoop:
                 rule = f"must be sync or lookahead, since each step updates all rows of table {spec.name}"
                 raise ConfigError("train.update", rule, "async")
         self.warnings = LoopWarnings(backend, any(spec.optimizer.has_momentum for spec in specs))
-        self.placed = placed = backend.place_tables(specs)
+        self.placed = placed = backend.create_tables(specs)
         self._rules = placed.rules
         self._purpose = Purpose.TRAIN if placed.rules.mode is UpdateMode.SYNC else Purpose.PREFETCH
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
         self._modules = list(modules.values())
         # As the reference of hybrid compare, one process looks up all ids when they are used.
         is_reference = backend.is_single_process and backend.snapshot is not None
-        self._ahead = [] if is_reference else self._modules  # modules with columns to look up ahead
+        self._prefetching = (
+            [] if is_reference else self._modules
+        )  # look up their columns before the module runs
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
@@ -170,11 +184,11 @@ class TrainingLoop:
         self.trainers = TrainerGroup(backend.group)
         self.history = PassHistory(self.warnings)
         self._state = StepState.NEW
-        # The running training pass and the running evaluation pass.
-        self._training: ForwardPass | None = None
-        self._evaluation: ForwardPass | None = None
+        # The batches that the script has: of a pass over training data, and of an evaluation.
+        self._training: CurrentBatch | None = None
+        self._evaluation: CurrentBatch | None = None
         self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
-        self.handed_out = PassSizes()
+        self.pass_sizes = PassSizes()
         self.is_saving = False
         self._last_size = 0  # size of a smaller last batch, until the module is tried with a slice of it
         self._is_trying = False
@@ -210,8 +224,8 @@ class TrainingLoop:
         """Change the state after a call; RuntimeError if the state does not permit it."""
         self._state = call.state_after(self._state, self.step)
 
-    def _current(self, call: StepCall) -> ForwardPass:
-        """Return the running pass; RuntimeError if the state does not permit a call in it."""
+    def _current(self, call: StepCall) -> CurrentBatch:
+        """Return the batch that the script has; RuntimeError if the state does not permit the call."""
         call.state_after(self._state, self.step)
         assert self._training is not None, "the state has a batch"
         return self._training
@@ -219,20 +233,20 @@ class TrainingLoop:
     def evaluation_batches(self, slices: Iterator[LocalBatch]) -> Iterator[Any]:
         """Yield each slice for an evaluation, after its ids are looked up."""
         outer, checksum = self._evaluation, 0
-        self.handed_out = PassSizes()
+        self.pass_sizes = PassSizes()
         try:
             for batch in slices:
                 checksum = zlib.crc32(batch.checksum.to_bytes(4, "little"), checksum)
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
-                self._evaluation = ForwardPass(ticket, batch, prefetched)
-                self.handed_out.add(batch)
-                yield batch.handed_out
+                self._evaluation = CurrentBatch(ticket, batch, prefetched)
+                self.pass_sizes.add(batch)
+                yield batch.device_columns
             self.trainers.check_equal(checksum)
         finally:
             self._evaluation = outer
 
-    def local_batches(
+    def slices(
         self,
         data: Any,
         size: int | None,
@@ -247,19 +261,19 @@ class TrainingLoop:
         num_equal, last = division(data, size, drop_last) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
         if isinstance(data, StreamData):
-            slices = data.slices(self._ahead)
+            slices = data.slices(self._prefetching)
         elif isinstance(data, PreparedData):
             if is_compared and last and whole is None and steps is not None and steps <= num_equal:
                 # So that the last of the compared steps has the last, smaller batch.
                 first_sample = (len(data) - last) // num_equal * (num_equal - steps + 1)
-            split = trainer, num_trainers, size, self._ahead, whole, index, first_sample
-            slices = data.local_batches(*split, drop_last=drop_last)
+            split = trainer, num_trainers, size, self._prefetching, whole, index, first_sample
+            slices = data.slices(*split, drop_last=drop_last)
         else:
             batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
             remaining = skip_samples(batches, first_sample)
             if is_compared:
                 remaining = end_small(remaining, steps, last)
-            slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole)
+            slices = slice_batches(remaining, trainer, num_trainers, self._prefetching, whole)
         if self.step == 0 and whole is None and not self._backend.is_single_process:
             self._last_size = last if steps is None or steps > num_equal else 0
 
@@ -288,7 +302,7 @@ class TrainingLoop:
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
-        self.handed_out = PassSizes()
+        self.pass_sizes = PassSizes()
         self._engine.feed.begin(slices, self.step)
         try:
             for batch, micro_batches in self._engine.steps(self.remaining_steps, before_step):
@@ -297,10 +311,10 @@ class TrainingLoop:
                     with self._engine.recording(each) as micro:
                         self.advance(step_states.NEXT_BATCH)
                         ticket = micro.ticket._replace(purpose=self._purpose)
-                        current = ForwardPass(ticket, micro.batch, micro.lookup, micro.is_last, num_lookups)
+                        current = CurrentBatch(ticket, micro.batch, micro.lookup, micro.is_last, num_lookups)
                         self._training = current
-                        self.handed_out.add(micro.batch)
-                        yield micro.batch.handed_out
+                        self.pass_sizes.add(micro.batch)
+                        yield micro.batch.device_columns
                     if self._training is not current:
                         raise RuntimeError(
                             "cluster.load(...), or a pass over other training batches, has ended this pass: "
@@ -346,28 +360,26 @@ class TrainingLoop:
         if torch.is_grad_enabled():
             current = self._current(step_states.CALL_TABLE)
         else:
-            current = self._evaluation or ForwardPass(self._evaluation_ticket())
+            current = self._evaluation or CurrentBatch(self._evaluation_ticket())
         self._use_prefetched(current)
-        is_new = call.key not in current.vectors
-        version = current.returned.get(call.key)
-        if is_new or (version is not None and version != current.vectors[call.key][1]._version):
+        known = current.vectors.get(call.key)
+        if known is None or known.is_changed:
             ticket = current.ticket
-            if current is self._training:  # lower part numbers belong to prefetched lookups
-                part = self._rules.parts + current.num_lookups + len(current.zeros)
-                ticket = ticket._replace(part=part)
+            if current is self._training:  # lower indices belong to prefetched lookups
+                index = self._rules.micro_batches + current.num_lookups + len(current.zeros)
+                ticket = ticket._replace(lookup_index=index)
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
-            if is_new and current is self._training and call.ids.numel() and self._ahead:
+            if known is None and current is self._training and call.ids.numel() and self._prefetching:
                 self.warnings.warn(
                     f"table {call.module.name} is called with ids that are not looked up before the module "
                     "runs. Each such call waits for a separate request. For speed, put the ids, and their "
                     'weights, into the batch, and name their columns, as in hybrid.Embedding(..., ids="user")'
                 )
-        vectors = current.vectors[call.key][1]
-        if vectors.is_inference() or call.key in current.returned:
-            vectors = vectors.clone()
-        else:
-            current.returned[call.key] = vectors._version
-        return to_device(vectors, self.device)
+            known = current.vectors[call.key]
+        if known.version is not None or known.vectors.is_inference():
+            return to_device(known.vectors.clone(), self.device)
+        known.version = known.vectors._version
+        return to_device(known.vectors, self.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def module_to_call(self, inputs: Any) -> nn.Module:
@@ -377,9 +389,9 @@ class TrainingLoop:
             DataError: ``inputs`` are the first batch, and the module fails with the size of the last slice.
         """
         last, self._last_size = self._last_size, 0
-        if last and self._training is not None and inputs is (batch := self._training.batch).handed_out:
+        if last and self._training is not None and inputs is (batch := self._training.batch).device_columns:
             start, stop = slice_bounds(last, self._backend.trainer, self._backend.group.size())
-            size = max((stop - start) // self._rules.parts, 1)
+            size = max((stop - start) // self._rules.micro_batches, 1)
             error = self._try(inputs, batch.drawn, size) if last < batch.global_size else None
             if error is not None and self._try(inputs, batch.drawn, batch.padded_size) is None:
                 text = f"{type(error).__name__}: {first_line(error)}"
@@ -412,21 +424,20 @@ class TrainingLoop:
             np.random.set_state(states[1])
         return None
 
-    def _use_prefetched(self, current: ForwardPass) -> None:
-        """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
+    def _use_prefetched(self, current: CurrentBatch) -> None:
+        """Wait for the prefetched lookup of a batch, unless its vectors are already used."""
         if current.prefetched is not None:
             self._use(current, current.prefetched, current.batch.calls)
             current.prefetched = None
 
-    def _use(self, current: ForwardPass, lookup: Lookup, calls: Sequence[TableCall]) -> None:
-        """Wait for the vectors of a lookup of a pass."""
+    def _use(self, current: CurrentBatch, lookup: Lookup, calls: Sequence[TableCall]) -> None:
+        """Wait for the vectors of a lookup of a batch."""
         *vectors, zero = lookup.outputs()
         current.zeros.append(zero)
         if zero.grad_fn is not None:
             zero.grad_fn.register_prehook(self._check_gradient)
         for call, each in zip(calls, vectors, strict=True):
-            current.vectors[call.key] = call, each
-            current.returned.pop(call.key, None)
+            current.vectors[call.key] = CallVectors(call, each)
 
     def rows(self, module: TableModule) -> Tensor:
         """Return all rows of a table, (rows, D), as they are now."""
@@ -442,9 +453,9 @@ class TrainingLoop:
             terms: values and weights of each mean; see :meth:`Cluster.backward`.
         """
         current = self._current(step_states.BACKWARD)
-        if self._rules.parts > 1 and any(weights is not None for _, weights in terms):
+        if self._rules.micro_batches > 1 and any(weights is not None for _, weights in terms):
             rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"
-            raise ConfigError("train.micro_batches", rule, self._rules.parts)
+            raise ConfigError("train.micro_batches", rule, self._rules.micro_batches)
         local_loss = self._local_loss(terms, current.batch)
         if not local_loss.requires_grad:
             raise RuntimeError(
@@ -463,9 +474,9 @@ class TrainingLoop:
         zero = torch.stack(current.zeros).sum().to(local_loss.dtype)
         loss = local_loss + to_device(zero, local_loss.device)
         current.num_lookups += len(current.zeros)
-        if current.num_lookups != current.ticket.part + 1:  # not one lookup per micro-batch so far
-            parts = current.num_lookups if current.is_last else _MANY_PARTS
-            self._engine.feed.call_barriers(UpdateBarrier.expect, self.step, parts)
+        if current.num_lookups != current.ticket.lookup_index + 1:  # not one lookup per micro-batch so far
+            number = current.num_lookups if current.is_last else _MANY_LOOKUPS
+            self._engine.feed.call_barriers(UpdateBarrier.set_num_lookups, self.step, number)
         for parameter in parameters:
             parameter.grad = None
         self.advance(step_states.BACKWARD)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +26,8 @@ class HostedNet(HostedModule):
     """A net for all trainers; their gradients are merged in trainer order into one optimizer step.
 
     Args:
-        net: eager or TorchScript. Calls run concurrently, unless the net has buffers: calls may change these,
-            as running statistics do, so that they run one after another.
-        compiled: runs instead of ``net``: a compiled module over the same parameters and buffers.
+        net: eager or TorchScript, without buffers, since calls run concurrently.
+        compiled: runs instead of ``net``: a compiled module over the same parameters.
     """
 
     def __init__(
@@ -48,8 +44,6 @@ class HostedNet(HostedModule):
         self.parameter_list = list(net.parameters())
         self._names = [name for name, _ in net.named_parameters()]
         self.rules = rules
-        has_buffers = any(True for _ in net.buffers())
-        self._lock: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
@@ -60,27 +54,15 @@ class HostedNet(HostedModule):
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """Return the output for ``hidden_BH`` with the current parameters."""
-        # Each call runs a replica over the same buffers, which must not change in two calls at once.
-        with self._lock:
-            if ticket.purpose is Purpose.PREDICT:
-                with torch.no_grad():
-                    predicted: Tensor = shadow(self._module, {}).eval()(hidden_BH)
-                return predicted
-            parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
-            with self.clock.span("remote net", ticket.step):
-                net = shadow(self._module, dict(zip(self.parameter_list, parameters, strict=True))).train()
-                output: Tensor = net(hidden_BH)
-            self._keep_buffers(net)
-            return output
-
-    def _keep_buffers(self, net: nn.Module) -> None:
-        """Keep buffers that the forward pass of a replica replaced instead of changing them in place."""
-        for path, owner in self.net.named_modules():
-            for name, buffer in list(owner.named_buffers(recurse=False)):
-                new = getattr(_submodule(net, path), name)
-                if new is not buffer:
-                    for each in (self.net, self._module):
-                        setattr(_submodule(each, path), name, new)
+        if ticket.purpose is Purpose.PREDICT:
+            with torch.no_grad():
+                predicted: Tensor = shadow(self._module, {}).eval()(hidden_BH)
+            return predicted
+        parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
+        with self.clock.span("remote net", ticket.step):
+            net = shadow(self._module, dict(zip(self.parameter_list, parameters, strict=True))).train()
+            output: Tensor = net(hidden_BH)
+        return output
 
     def load(self, folder: StoragePath, step: int, has_state: bool = True) -> None:
         """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps.
@@ -113,11 +95,6 @@ class HostedNet(HostedModule):
                         f"step {step}: the gradient of the remote net's {name} is not finite"
                     )
         return NetUpdate(self, step, merged)
-
-
-def _submodule(module: nn.Module, path: str) -> Any:
-    # TorchScript has no get_submodule.
-    return attrgetter(path)(module) if path else module
 
 
 class NetUpdate(NamedTuple):

@@ -112,7 +112,7 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
 
     if not table.initial_table:
         return saved_tables.parquet_blocks(table.initial, table.name, table.dim)
-    return saved_table(table).blocks(_encoding(table).bounds if table.keys else None)
+    return saved_table(table).blocks(_encoding(table).bounds if table.encoder_folder else None)
 
 
 def saved_table(table: TableSpec) -> SavedTable:
@@ -140,7 +140,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
         return np.where(is_own_B, rows_B // count, -1)
 
-    if not table.keys:
+    if not table.encoder_folder:
         return of_shard
     import pyarrow as pa
 
@@ -152,7 +152,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
     own_values = None
     if encoding.vocabulary == "build":  # only the values of this shard, to save memory
         parts, row = [pa.array([], pa.large_string())], 1
-        with open_values(parse_path(table.keys), encoding.name) as blocks:
+        with open_values(parse_path(table.encoder_folder), encoding.name) as blocks:
             for texts in blocks:
                 parts.append(texts.take(pa.array(np.arange((index - row) % count, len(texts), count))))
                 row += len(texts)
@@ -193,5 +193,5 @@ def _encoding(table: TableSpec) -> SparseEncoding:
     """Return the encoding of the columns of a table, without values."""
     from hybrid.data.encode.feature_encoder import FeatureEncoder
 
-    encoder = FeatureEncoder.load(parse_path(table.keys), with_values=False)
+    encoder = FeatureEncoder.load(parse_path(table.encoder_folder), with_values=False)
     return next(each for each in encoder.sparse if each.name == table.features[0])

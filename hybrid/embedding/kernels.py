@@ -366,25 +366,3 @@ def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Wo
             if magnitude >= _INFINITY:  # the upper half of a NaN from arithmetic is a NaN, too
                 rounded = magnitude
             table_RD[row, d] = (bits_D[d] >> 31 << 15) | (rounded >> 16)
-
-
-_PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"
-_PLACES = [_PLACE.format(f) for f in ("float32", "float64")]
-
-
-@compiled(*_PLACES)
-def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
-    """Write the vector of feature f to ``out_BE``, starting at column ``columns_F[f]``."""
-    for b in range(len(vectors_BFD)):
-        for f in range(len(columns_F)):
-            for d in range(vectors_BFD.shape[2]):
-                out_BE[b, columns_F[f] + d] = vectors_BFD[b, f, d]
-
-
-@compiled(*_PLACES)
-def gather_columns(out_BFD: Floats, columns_F: Ints, in_BE: Floats) -> None:
-    """The inverse of :func:`scatter_columns`."""
-    for b in range(len(out_BFD)):
-        for f in range(len(columns_F)):
-            for d in range(out_BFD.shape[2]):
-                out_BFD[b, f, d] = in_BE[b, columns_F[f] + d]

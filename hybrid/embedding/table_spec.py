@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
+from hybrid.config.data_sections import MIN_GROWING_ROWS, UNKNOWN_ROWS
 from hybrid.input_spec import InputSpec
 
 UNLIMITED_ROWS = 1_000_000  # an estimate for a growing table without a limit
@@ -50,16 +51,34 @@ class OptimizerSpec:
         return self.all_rows and (self.weight_decay > 0 or self.has_momentum)
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthSpec:
-    """The rules for adding and evicting rows of a table with keys (see ``growing_group.py``)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """The rules for adding and evicting rows of a growing table (see ``growing_group.py``).
 
-    admit_after: int = 1  # number of steps that read a key before it gets a row
-    max_rows: int = 0  # the largest number of rows; 0 for no limit
-    evict_after: int = 0  # number of steps without a lookup after which a key loses its row; 0 for never
-    half_life: int = 10_000  # interval in steps at which the counts for ``admit_after`` are halved
-    # The vector of a key without a row in evaluations and predictions: its "initial" row, or "zeros".
+    Args:
+        admit_after: number of steps that read an id before it gets a row.
+        max_rows: the largest number of rows, at least 8,192; 0 for no limit.
+        evict_after: number of steps without a lookup after which an id loses its row; 0 for never.
+        half_life: interval in steps at which the counts for ``admit_after`` are halved.
+        unknown: the vector of an id without a row in evaluations: its "initial" row, or "zeros".
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    admit_after: int = 1
+    max_rows: int = 0
+    evict_after: int = 0
+    half_life: int = 10_000
     unknown: str = "initial"
+
+    def __post_init__(self) -> None:
+        if min(self.admit_after, self.half_life) < 1 or self.evict_after < 0:
+            raise ValueError("admit_after and half_life must be at least 1, and evict_after at least 0")
+        if self.max_rows and self.max_rows < MIN_GROWING_ROWS:
+            raise ValueError(f"max_rows must be 0 or at least {MIN_GROWING_ROWS:,}, not {self.max_rows}")
+        if self.unknown not in UNKNOWN_ROWS:
+            raise ValueError(f"unknown is one of {', '.join(UNKNOWN_ROWS)}, not {self.unknown!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +103,16 @@ class TableSpec:
     # "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
     init: str = "uniform"
     poolings: tuple[Pooling, ...] = ()  # pooling of each feature, if not all are ``pooling``
-    keys: str = ""  # for initial rows by value: folder of prepared data with the encoder from values to rows
+    encoder_folder: str = (
+        ""  # for initial rows by value: folder of prepared data, whose encoder maps values to rows
+    )
     # For each feature, the maximum length of a sequence, or 0 if it is pooled; empty if all are pooled.
     sequences: tuple[int, ...] = ()
     sequence: int = 0  # for a table from for_feature: maximum length of the sequence; 0 if pooled
     # The side that pools bags: "workers", "trainers", or "auto" if the placement decides.
     pooled_by: str = "auto"
     # The rules of a growing table, whose ids are 64-bit keys; None for a fixed number of rows.
-    growth: GrowthSpec | None = None
+    growth: Growth | None = None
     # Whether rows are stored in bfloat16. Otherwise, a value has ``bytes_per_value``.
     has_bfloat16_rows: bool = False
 
@@ -124,7 +145,7 @@ class TableSpec:
     @property
     def is_initial_by_position(self) -> bool:
         """Whether ``initial`` is a matrix with all rows of the table, in order."""
-        return bool(self.initial) and not (self.keys or self.initial_table)
+        return bool(self.initial) and not (self.encoder_folder or self.initial_table)
 
     @property
     def num_vectors(self) -> int:

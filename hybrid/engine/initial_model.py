@@ -47,11 +47,7 @@ class InitialModel:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        input_spec: InputSpec,
-        data_source: str | None,
-        warn: Callable[[str], object],
+        self, config: RunConfig, input_spec: InputSpec, data_source: str | None, warn: Callable[[str], object]
     ) -> None:
         self.dense: Checkpoint | None = None
         self.has_dense_state = False
@@ -61,7 +57,9 @@ class InitialModel:
         self._warn = warn
         self._opened: dict[str, tuple[Checkpoint, dict[str, SavedTable]]] = {}
         self._input_spec = input_spec
-        self._keys: dict[str, str] = {}  # of the tables whose rows are found by value: the key that decides
+        self._config_keys: dict[
+            str, str
+        ] = {}  # of the tables whose rows are found by value: the key that decides
         if config.train.initial:
             self._open_dense(config.train.initial)
         self.tables = tuple(map(self._with_source, table_specs(config, input_spec)))
@@ -86,7 +84,7 @@ class InitialModel:
         """
         texts: dict[str, list[str]] = {}
         for table in self.tables:
-            if (key := self._keys.get(table.name)) is None:
+            if (key := self._config_keys.get(table.name)) is None:
                 continue
             num_values, num_matches = table.num_rows - 1, matches[table.name]
             if num_values and not num_matches:
@@ -138,8 +136,8 @@ class InitialModel:
         if section.initial.endswith(".parquet"):
             if self._encoding(key, table).vocabulary == "buckets":
                 raise ConfigError(key, "is for values; the column has buckets of numbers", section.initial)
-            self._keys[table.name] = key
-            return replace(table, initial=make_absolute(section.initial), keys=self._data_source)
+            self._config_keys[table.name] = key
+            return replace(table, initial=make_absolute(section.initial), encoder_folder=self._data_source)
         if section.initial:
             path, _, name = section.initial.partition("#")
             tables = self._open(key, path)[1]
@@ -168,13 +166,13 @@ class InitialModel:
         if saved.optimizer and not has_state:
             optimizers = f"{saved.optimizer} there, {table.optimizer.name} here"
             self.notes.append(f"table {table.name}: new optimizer state ({optimizers})")
-        self._keys[table.name] = key
+        self._config_keys[table.name] = key
         return replace(
             table,
             initial=str(saved.checkpoint.folder.absolute()),  # workers have other working directories
             initial_table=saved.name,
             has_initial_state=has_state,
-            keys=self._data_source,
+            encoder_folder=self._data_source,
         )
 
     def _warn_of_missing(self, run: str) -> None:

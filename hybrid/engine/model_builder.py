@@ -15,14 +15,7 @@ from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.embedding.placement import Placement, place
-from hybrid.embedding.table_spec import (
-    UNLIMITED_ROWS,
-    GrowthSpec,
-    OptimizerSpec,
-    Pooling,
-    TableSpec,
-    tables_of,
-)
+from hybrid.embedding.table_spec import UNLIMITED_ROWS, Growth, OptimizerSpec, Pooling, TableSpec, tables_of
 from hybrid.engine.hybrid_model import HybridModel, RemoteStage
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -60,7 +53,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
     shared = config.embedding
     placement = table_placement(shared, section)
     call = table_growth(config, name, [f.name for f in features])
-    growth = None if call is None else GrowthSpec(**call.arguments)
+    growth = None if call is None else Growth(**call.arguments)
     num_rows = max(f.num_rows for f in features)
     scaled_rows = num_rows if growth is None else growth.max_rows or UNLIMITED_ROWS
     pooling = Pooling(shared.pooling)
@@ -115,7 +108,7 @@ def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
     return length
 
 
-def place_tables(
+def place_configured_tables(
     config: RunConfig, tables: Sequence[TableSpec], ids_per_sample: Mapping[str, float]
 ) -> Placement:
     """Return the placement of the tables of a run on workers.

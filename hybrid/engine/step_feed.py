@@ -44,7 +44,7 @@ class Samples(Protocol):
     def sparse_features(self) -> Any:
         """The ids to look up."""
 
-    def split(self, parts: int) -> Sequence[Self]: ...
+    def split(self, count: int) -> Sequence[Self]: ...
 
 
 class StepInput(NamedTuple, Generic[AnySamples]):
@@ -76,7 +76,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._embeddings = embeddings
         self._hosted = hosted
         self._trainer = trainer
-        self._mode, self._parts = rules.mode, rules.parts
+        self._mode, self._num_micro_batches = rules.mode, rules.micro_batches
         self._should_prefetch = rules.mode is not UpdateMode.SYNC
         self._clock = clock
         self._has_ended = False
@@ -88,7 +88,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._batches = batches
         self._first_step = step
         self._current: StepInput[AnySamples] | None = None  # the step that is being taken
-        self._ahead: deque[StepInput[AnySamples]] = deque()  # prefetched
+        self._prefetched: deque[StepInput[AnySamples]] = deque()  # prefetched
 
     def rejoin(self) -> None:
         """Take part again from the next step on, if this trainer's batches had ended.
@@ -104,7 +104,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
 
         During a step, nothing waits for a message with gradients that carries no lookup.
         """
-        pending = [*self._ahead] if self._current is None else [self._current, *self._ahead]
+        pending = [*self._prefetched] if self._current is None else [self._current, *self._prefetched]
         # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.
         for step in pending[:1] if self._mode is UpdateMode.LOOKAHEAD else pending:
             for micro in step.micro_batches:
@@ -115,18 +115,18 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def has_next(self) -> bool:
         """Whether there is a further step; reads its batch."""
         num_ahead = _LOOK_AHEAD if self._should_prefetch else 1
-        while len(self._ahead) < num_ahead and (batch := self._read()) is not None:
-            self._ahead.append(self._step_of(batch, self.step + len(self._ahead)))
-        return bool(self._ahead)
+        while len(self._prefetched) < num_ahead and (batch := self._read()) is not None:
+            self._prefetched.append(self._step_of(batch, self.step + len(self._prefetched)))
+        return bool(self._prefetched)
 
     def __next__(self) -> StepInput[AnySamples]:
         self._clock.begin_step(self.step)
         if not self.has_next():
             raise StopIteration
-        self._current = current = self._ahead.popleft()
+        self._current = current = self._prefetched.popleft()
         # The gradients of the current step carry the lookup of the step after the next.
-        if self._ahead and (batch := self._read()) is not None:
-            self._ahead.append(self._step_of(batch, self.step + _LOOK_AHEAD, current))
+        if self._prefetched and (batch := self._read()) is not None:
+            self._prefetched.append(self._step_of(batch, self.step + _LOOK_AHEAD, current))
         return current
 
     def end_step(self) -> None:
@@ -171,12 +171,12 @@ class Feed(Iterator[StepInput[AnySamples]]):
             self._has_ended = True
             self.call_barriers(UpdateBarrier.finish, step)
         micro_batches = []
-        for part, samples in enumerate(batch.split(self._parts)):
-            ticket = Ticket(self._trainer, step, step, part, checksum=batch.checksum)
-            micro = MicroBatch(samples, ticket, None, part == self._parts - 1)
+        for index, samples in enumerate(batch.split(self._num_micro_batches)):
+            ticket = Ticket(self._trainer, step, step, index, checksum=batch.checksum)
+            micro = MicroBatch(samples, ticket, None, index == self._num_micro_batches - 1)
             if self._should_prefetch:
                 with self._clock.phase("lookup"):
-                    after = None if before is None else before.micro_batches[part].lookup
+                    after = None if before is None else before.micro_batches[index].lookup
                     micro = self.start(micro, after)
             micro_batches.append(micro)
         return StepInput(batch, micro_batches)

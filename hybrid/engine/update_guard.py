@@ -50,12 +50,7 @@ class Guard:
         hosted: all modules on workers that wait for decisions.
     """
 
-    def __init__(
-        self,
-        rules: UpdateRules,
-        hosted: Sequence[GuardedModule],
-        group: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, rules: UpdateRules, hosted: Sequence[GuardedModule], group: dist.ProcessGroup) -> None:
         self._rules = rules
         self._hosted = hosted
         self._group = group
@@ -110,5 +105,5 @@ class Guard:
         if self._group.rank() == 0:
             for sent in self._sent:
                 sent.wait()  # ends at once: a worker sends a norm after it has the scale of the step before
-            self._sent = [each.call_barrier(UpdateBarrier.decide, step, scale) for each in self._hosted]
+            self._sent = [each.call_barrier(UpdateBarrier.set_scale, step, scale) for each in self._hosted]
         return scale

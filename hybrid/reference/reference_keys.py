@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hybrid.embedding.table_spec import GrowthSpec
+from hybrid.embedding.table_spec import Growth
 
 _BUCKETS = 1024
 _SWEPT_BUCKETS = 16
@@ -23,7 +23,7 @@ class ReferenceKeys:
         seen: for each known key, the number of steps that have read it, and the last of them.
     """
 
-    def __init__(self, growth: GrowthSpec) -> None:
+    def __init__(self, growth: Growth) -> None:
         self.row_of: dict[int, int] = {}
         self.seen: dict[int, tuple[int, int]] = {}
         self._growth = growth

@@ -51,7 +51,7 @@ class UpdateBarrier(Generic[Contribution]):
     """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
 
     Args:
-        merge: called with the step of an update, and its contributions in the order of trainers and parts.
+        merge: called with the step of an update, and its contributions in the order of trainers and lookups.
             The same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
         prepare_step: called with the next step after each update, when the lookups that waited for the update
@@ -82,18 +82,13 @@ class UpdateBarrier(Generic[Contribution]):
         self._updater = threading.Thread(target=self._run, name="updater", daemon=True)
         self._updater.start()
 
-    @property
-    def version(self) -> int:
-        """Number of updates applied; a skipped step counts as one."""
-        return self._ledger.version
-
     def run_when_ready(
         self, ticket: Ticket, work: Callable[[], Result], *, is_large: bool = False
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetch replaces a waiting lookup of the same trainer, step and part, which then fails. The trainer
-        has abandoned the batch of that lookup.
+        A prefetch replaces a waiting lookup of the same trainer, step and index, which then fails: the
+        trainer has abandoned the batch of that lookup.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -162,16 +157,16 @@ class UpdateBarrier(Generic[Contribution]):
                 self._norm_waiting.setdefault(step, []).append(future)
         return future
 
-    def decide(self, step: int, scale: float | None) -> None:
+    def set_scale(self, step: int, scale: float | None) -> None:
         """Set the factor of a step's gradients, as the trainers have decided; None drops them."""
         with self._changed:
             self._decisions[step] = scale
             self._changed.notify_all()
 
-    def expect(self, trainer: int, step: int, parts: int) -> None:
-        """Set the number of parts of a trainer's gradients of a step, before the first arrives."""
+    def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
+        """Set the number of a trainer's lookups with gradients in a step, before any gradients arrive."""
         with self._changed:
-            self._ledger.expect(trainer, step, parts)
+            self._ledger.set_num_lookups(trainer, step, number)
 
     def finish(self, trainer: int, step: int) -> None:
         """Expect no gradients of a trainer from ``step`` on."""

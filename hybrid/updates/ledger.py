@@ -25,10 +25,10 @@ _NEVER = sys.maxsize  # a step that no run reaches
 
 @dataclass(slots=True)
 class _Entry(Generic[Contribution]):
-    """The gradients of one trainer for one step, by part."""
+    """The gradients of one trainer for one step."""
 
-    arrived_at: float  # of the last part
-    parts: dict[int, Contribution] = field(default_factory=dict)
+    arrived_at: float  # of the last contribution
+    contributions: dict[int, Contribution] = field(default_factory=dict)  # by index of the lookup
 
 
 class Ledger(Generic[Contribution]):
@@ -46,7 +46,8 @@ class Ledger(Generic[Contribution]):
         self._rules = rules
         self._entries: dict[tuple[int, int], _Entry[Contribution]] = {}  # by step and trainer
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
-        self._parts: dict[tuple[int, int], int] = {}  # by step and trainer; rules.parts by default
+        # By step and trainer; rules.micro_batches by default.
+        self._num_lookups: dict[tuple[int, int], int] = {}
         self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
         self._checksums: dict[int, tuple[int, int]] = {}  # by step: checksum of the batch, and its sender
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
@@ -61,7 +62,7 @@ class Ledger(Generic[Contribution]):
         return not (self._entries or self._updating)
 
     def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
-        """Add a trainer's gradients of a part of a step; see :meth:`UpdateBarrier.contribute`."""
+        """Add a trainer's gradients of one lookup; see :meth:`UpdateBarrier.contribute`."""
         trainer = ticket.trainer
         key = (ticket.step, ticket.trainer)
         if ticket.checksum:
@@ -72,16 +73,16 @@ class Ledger(Generic[Contribution]):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} after its end")
         entry = self._entries.get(key)
         is_past = ticket.step < self._first_unapplied[trainer] or key in self._updating
-        if is_past or (entry and ticket.part in entry.parts):
+        if is_past or (entry and ticket.lookup_index in entry.contributions):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
             entry = self._entries[key] = _Entry(now)
         entry.arrived_at = now
-        entry.parts[ticket.part] = contribution
+        entry.contributions[ticket.lookup_index] = contribution
 
-    def expect(self, trainer: int, step: int, parts: int) -> None:
-        """Set the number of parts of a trainer's gradients of a step; ``rules.parts`` by default."""
-        self._parts[step, trainer] = parts
+    def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
+        """Set the number of a trainer's lookups with gradients in a step; one per micro-batch by default."""
+        self._num_lookups[step, trainer] = number
 
     def is_ready(self, ticket: Ticket) -> bool:
         """Whether the updates that a lookup requires are applied."""
@@ -97,13 +98,13 @@ class Ledger(Generic[Contribution]):
         if not keys:
             return None
         self._updating = {key: self._entries.pop(key) for key in keys}
-        entries = self._updating.values()
-        return keys[0][0], [entry.parts[part] for entry in entries for part in sorted(entry.parts)]
+        by_index = [entry.contributions for entry in self._updating.values()]
+        return keys[0][0], [each[index] for each in by_index for index in sorted(each)]
 
     def end_update(self) -> None:
         """End the running update, which was applied or dropped."""
         for step, trainer in self._updating:
-            self._parts.pop((step, trainer), None)
+            self._num_lookups.pop((step, trainer), None)
             self._first_unapplied[trainer] = step + 1
         self._updating = {}
         self.version += 1
@@ -123,7 +124,7 @@ class Ledger(Generic[Contribution]):
     def seconds_left(self, now: float) -> float | None:
         """Return the time until step ``version`` fails; None in async mode, or without a time limit.
 
-        The time limit begins when the first trainer has sent all parts of its gradients.
+        The time limit begins when the first trainer has sent all of its gradients.
 
         Raises:
             ClusterError: gradients are missing after the timeout.
@@ -170,6 +171,7 @@ class Ledger(Generic[Contribution]):
         return step
 
     def _is_complete(self, trainer: int, step: int) -> bool:
-        """Whether all parts of a trainer's gradients of a step have arrived."""
+        """Whether all of a trainer's gradients of a step have arrived."""
         entry = self._entries.get((step, trainer))
-        return entry is not None and len(entry.parts) >= self._parts.get((step, trainer), self._rules.parts)
+        number = self._num_lookups.get((step, trainer), self._rules.micro_batches)
+        return entry is not None and len(entry.contributions) >= number

@@ -1,4 +1,4 @@
-"""Tickets, which identify lookups: trainer, step, part, required updates, and purpose."""
+"""Tickets, which identify lookups: trainer, step, index, required updates, and purpose."""
 
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -31,7 +31,7 @@ class Ticket(NamedTuple):
     version: int
     # Index among the lookups of this trainer and step. A configured run has one lookup per micro-batch; a
     # custom loop may have several per batch.
-    part: int = 0
+    lookup_index: int = 0
     purpose: Purpose = Purpose.TRAIN  # whether gradients follow, and how they are sent
     # Checksum of the global batch, if every trainer reads all of it; 0 if trainers read only their slices.
     checksum: int = 0

@@ -91,7 +91,7 @@ class UpdateRules:
 
     num_trainers: int
     mode: UpdateMode = UpdateMode.SYNC
-    parts: int = 1  # number of contributions of each trainer to a step, one per micro-batch
+    micro_batches: int = 1  # of a step, with one lookup each; custom loops may have further lookups
     clip_norm: float | None = None  # the largest norm of all gradients of a step; None for no limit
     # Whether a non-finite loss or gradient is an error; if not, the step is skipped.
     check_finite: bool = True
@@ -110,7 +110,7 @@ class UpdateRules:
         return cls(
             num_trainers=config.cluster.trainers if num_trainers is None else num_trainers,
             mode=UpdateMode(train.update),
-            parts=train.micro_batches,
+            micro_batches=train.micro_batches,
             clip_norm=train.clip_norm,
             check_finite=train.non_finite == "stop",
             timeout_seconds=config.cluster.timeout_seconds,

@@ -47,8 +47,8 @@ def evaluate(step: int) -> Ticket:
     return Ticket(0, step, step, purpose=Purpose.PREDICT)
 
 
-def prefetch(step: int, trainer: int = 0, part: int = 0) -> Ticket:
-    return Ticket(trainer, step, step, part, Purpose.PREFETCH)
+def prefetch(step: int, trainer: int = 0, index: int = 0) -> Ticket:
+    return Ticket(trainer, step, step, index, Purpose.PREFETCH)
 
 
 def specs(placement: str = "table", optimizer: str = "adam", dim: int = 3) -> list[TableSpec]:

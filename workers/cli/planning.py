@@ -26,7 +26,7 @@ from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_ids, bytes_per_row, unpooled_ids
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, TableSpec, tables_of
 from hybrid.engine.model_builder import (
-    place_tables,
+    place_configured_tables,
     samples_of_lookup,
     table_specs,
     wire_bytes_per_value,
@@ -219,7 +219,7 @@ def make_plan(
         rule = f"must be at most the {trainers + workers} trainers and workers"
         raise ConfigError("--hosts", rule, hosts.count)
     tables = table_specs(config, input_spec)
-    placement = place_tables(config, tables, ids_per_sample)
+    placement = place_configured_tables(config, tables, ids_per_sample)
     samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
     moved = traffic(tables, placement, ids_per_sample, samples, wire_bytes)
     up_W, down_W = lookups * moved.up_bytes_W, lookups * moved.down_bytes_W

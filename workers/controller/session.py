@@ -26,7 +26,7 @@ from hybrid.data.stream.units import StreamUnit
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.initial_model import InitialModel, describe_other_net
-from hybrid.engine.model_builder import Blueprint, host_remote_net, place_tables, table_specs
+from hybrid.engine.model_builder import Blueprint, host_remote_net, place_configured_tables, table_specs
 from hybrid.errors import CheckpointError, ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
@@ -116,7 +116,7 @@ class Session:
         values_of = source if encoder_folder is None else str(encoder_folder)
         self.initial = InitialModel(config, input_spec, values_of, warn) if is_new else None
         tables = table_specs(config, input_spec) if self.initial is None else self.initial.tables
-        self.placement = place_tables(config, tables, ids_per_sample)
+        self.placement = place_configured_tables(config, tables, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
         self._schedule = Schedule.of(config.schedule, total_steps)
         rules = UpdateRules.of(config, self._schedule)

@@ -242,8 +242,8 @@ class Script(Backend):
             try:
                 run_script(self._task.path, self._task.arguments)
             finally:
-                for records in self.records:
-                    records.finish()
+                for log in self.logs:
+                    log.finish()
             self._requests.put(ScriptRequest("end"))
         except Exception as error:  # next_request raises it, so the master receives it
             self._requests.put(error)
@@ -258,7 +258,7 @@ class Script(Backend):
     def warn(self, message: str) -> None:
         print_line(f"warning: {message}")  # stderr is the log of the role
 
-    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
+    def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
         placed = self._send(ScriptRequest("deploy", tables=tuple(tables)))
         assert isinstance(placed, PlacedTables)
         return placed

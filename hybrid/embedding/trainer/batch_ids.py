@@ -86,10 +86,6 @@ class BatchIds:
             return pooling, weights_L
         return Pooling.SUM, self.mean_weights_L if weights_L is None else self.mean_weights_L * weights_L
 
-    def count(self, features: Sequence[int]) -> int:
-        """Return the number of ids of some features."""
-        return int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
-
     def bounds(self, feature: int) -> Tensor:
         """Return the offsets of the bags of a feature in ``ids_L``, (B + 1)."""
         first = feature * self.batch_size
@@ -102,24 +98,30 @@ class BatchIds:
         ends = self.ends_K.tolist()
         return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
 
-    def write_addresses(
+    def addresses(
         self,
         features: Sequence[int],
         bases_FS: Ints,
         counts_F: Ints,
-        out_L: Tensor,
-        out_offsets: Tensor,
-        out_positions: Tensor,
-    ) -> int:
-        """Write the addresses of the ids of some features; see :func:`kernels.write_bag_addresses`."""
-        return kernels.write_bag_addresses(
-            self.ids_L.numpy(),
-            self.offsets.numpy(),
-            self.batch_size,
-            np.array(features),
-            bases_FS,
-            counts_F,
-            out_L.numpy(),
-            out_offsets.numpy(),
-            out_positions.numpy(),
-        )
+        weights_L: Tensor | None,
+        *dtypes: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the addresses of the ids of some features, the start of each bag, and the weights.
+
+        :func:`kernels.write_bag_addresses` describes the order, and ``bases_FS`` and ``counts_F``.
+
+        Args:
+            weights_L: weight of each id of the batch, or None.
+            dtypes: of the addresses, and of the starts.
+        """
+        capacity = int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
+        addresses = torch.empty(capacity, dtype=dtypes[0])
+        starts = torch.empty(self.batch_size * len(features) + 1, dtype=dtypes[1])
+        positions = torch.empty(0 if weights_L is None else capacity, dtype=torch.int64)
+        out = addresses.numpy(), starts.numpy(), positions.numpy()
+        ids, offsets = self.ids_L.numpy(), self.offsets.numpy()
+        of_features = np.array(features), bases_FS, counts_F
+        size = kernels.write_bag_addresses(ids, offsets, self.batch_size, *of_features, *out)
+        if size < capacity:
+            addresses = addresses[:size].clone()  # because RPC sends the whole storage of a view
+        return addresses, starts, None if weights_L is None else weights_L[positions[:size]]

@@ -77,7 +77,7 @@ class Embeddings:
         self._placement = placement
         self._outbox = Outbox(sources, clock or StepClock())
         self._device = device
-        self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, Tensor | None]]] = {}
+        self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, list[slice] | None]]] = {}
 
     def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Start the lookup of a batch, and do not wait.
@@ -95,12 +95,10 @@ class Embeddings:
         with self._outbox.clock.span("ids"):
             ids = BatchIds(sparse)
             self._check(sparse, ids)
-            routes = [
-                (route.start(ids, items), columns_F) for route, columns_F in self._routes_for(sparse, ids)
-            ]
+            routes = [(route.start(ids, items), columns) for route, columns in self._routes_for(sparse, ids)]
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
-        first, columns_F = routes[0] if routes else (None, None)
-        if self._device.type == "cpu" or not isinstance(first, DistinctRows) or columns_F is not None:
+        first, columns = routes[0]
+        if self._device.type == "cpu" or not isinstance(first, DistinctRows) or columns is not None:
             layout = ConcatenatedFeatures(routes, self._width, lengths)
             return Lookup(ticket, items, layout, self._outbox).start(after)
         lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self._outbox).start(after)
@@ -115,8 +113,8 @@ class Embeddings:
         """Wait until all sent gradients have arrived."""
         self._outbox.flush()
 
-    def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, Tensor | None]]:
-        """Return the routes of a batch, each with ``columns_F``; see :class:`ConcatenatedFeatures`."""
+    def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
+        """Return the routes of a batch, each with its columns; see :class:`ConcatenatedFeatures`."""
         every = range(len(self._features))
         weighted = ids.weighted_features
         multi_hot = [k for k in every if sparse.offsets is not None and self._features[k].multi_hot]
@@ -125,12 +123,11 @@ class Embeddings:
             rows = [k for k in every if k not in bags]
             routes = self._routes[bags, weighted] = []
             for route in make_routes(rows, sorted(bags), self._tables, self._placement, weighted):
-                columns_F = None
+                columns = None
                 if route.features != tuple(every) or self._sequences:
                     tables = [(self._ends[k], self._tables[k]) for k in route.features]
-                    firsts = [end - t.width + torch.arange(t.num_vectors) * t.dim for end, t in tables]
-                    columns_F = torch.cat(firsts)
-                routes.append((route, columns_F))
+                    columns = [slice(end - t.width, end - bool(t.sequence)) for end, t in tables]
+                routes.append((route, columns))
         return self._routes[bags, weighted]
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
@@ -162,9 +159,9 @@ class DistinctRowsForGpu(NamedTuple):
 class ConcatenatedFeatures(NamedTuple):
     """A single output ``pooled_BE`` with the concatenated vectors of all features."""
 
-    # The assembler of each route, and ``columns_F``, the first output column of each vector. ``columns_F`` is
-    # None if the route has all features, in order. Empty if there are no samples.
-    routes: Sequence[tuple[Assembler, Tensor | None]]
+    # The assembler of each route, and the output columns of each feature; None for all features in order.
+    # Empty if there are no samples.
+    routes: Sequence[tuple[Assembler, list[slice] | None]]
     width: int  # E, number of output columns
     # For each sequence feature, the output column for the lengths, and the lengths.
     lengths: Sequence[tuple[int, Tensor]] = ()
@@ -176,22 +173,20 @@ class ConcatenatedFeatures(NamedTuple):
         if self.routes[0][1] is None:
             return (vectors[0].flatten(1),)
         pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
-        for (_, columns_F), vectors_BFD in zip(self.routes, vectors, strict=True):
-            assert columns_F is not None
-            kernels.scatter_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
+        for (_, columns), vectors_BFD in zip(self.routes, vectors, strict=True):
+            assert columns is not None
+            of_features = vectors_BFD.flatten(1).split([each.stop - each.start for each in columns], dim=1)
+            for each, values in zip(columns, of_features, strict=True):
+                pooled_BE[:, each] = values
         for column, lengths_B in self.lengths:
             pooled_BE[:, column] = lengths_B
         return (pooled_BE,)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
         grad_BE = contiguous_copy(*grads)
-        for assembler, columns_F in self.routes:
-            if columns_F is None:
-                grad_BFD = grad_BE.view(assembler.shape_BFD)
-            else:
-                grad_BFD = grad_BE.new_empty(assembler.shape_BFD)
-                kernels.gather_columns(grad_BFD.numpy(), columns_F.numpy(), grad_BE.numpy())
-            yield from assembler.gradients(grad_BFD)
+        for assembler, columns in self.routes:
+            of_route = grad_BE if columns is None else torch.cat([grad_BE[:, c] for c in columns], dim=1)
+            yield from assembler.gradients(of_route.view(assembler.shape_BFD))
 
 
 def make_routes(

@@ -3,11 +3,7 @@
 In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
 lookup is outside of any context, and its responses are plain values. An autograd function at the start of the
 local graph sends the gradients of the responses. A message also carries the lookup of the step after the
-next, if any::
-
-    step s     compute s:    backward ── gradients of s, ids of s+2 ───►  update s, then look up s+1
-    step s+1   wait for the vectors of s+1  ◄───────────────────────────  response
-               compute s+1:  backward ── gradients of s+1, ids of s+3 ─►  update s+1, then look up s+2
+next, if any (``hybrid/engine/step_feed.py``).
 
 Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
 a tensor of zeros for each of them, to which distributed autograd sends the gradient.

@@ -261,17 +261,11 @@ class BagRoute:
     def start(self, ids: BatchIds, items: Items) -> Assembler:
         is_partial = len(self._groups) > 1
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
-        capacity = ids.count(self.features)
         slots = []
         for at, bases_FS in self._groups:
-            rows = torch.empty(capacity, dtype=ids_dtype(at.group.num_rows))
-            offsets = rows.new_empty(ids.batch_size * len(self.features) + 1)
-            positions = torch.empty(0 if weights_L is None else capacity, dtype=torch.int64)
-            size = ids.write_addresses(self.features, bases_FS, self._counts_F, rows, offsets, positions)
-            # A clone, because RPC sends the whole storage of a view.
-            rows = rows if size == capacity else rows[:size].clone()
-            weights = None if weights_L is None else weights_L[positions[:size]]
-            slots.append(append(items, at.worker, (at.number, Bags(rows, offsets, weights, pooling))))
+            dtype = ids_dtype(at.group.num_rows)
+            bags = ids.addresses(self.features, bases_FS, self._counts_F, weights_L, dtype, dtype)
+            slots.append(append(items, at.worker, (at.number, Bags(*bags, pooling))))
         dim = self._groups[0][0].group.dim
         return _PooledByWorkers(slots, (ids.batch_size, len(self.features), dim))
 
@@ -306,13 +300,11 @@ class PoolRoute:
     def start(self, ids: BatchIds, items: Items) -> Assembler:
         space = self._space
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
-        size = ids.count(self.features)
-        addresses_L = torch.empty(size, dtype=space.dtype)
-        offsets = torch.empty(ids.batch_size * len(self.features) + 1, dtype=torch.int32)
-        positions_L = torch.empty(0 if weights_L is None else size, dtype=torch.int64)
-        ids.write_addresses(self.features, space.bases_KS, space.counts_K, addresses_L, offsets, positions_L)
+        shards = space.bases_KS, space.counts_K
+        addresses = ids.addresses(self.features, *shards, weights_L, space.dtype, torch.int32)
+        addresses_L, offsets, weights_L = addresses
         rows = space.request(addresses_L, (ids.batch_size, len(self.features), space.dim), items)
-        return _PooledRows(rows, offsets, None if weights_L is None else weights_L[positions_L], pooling)
+        return _PooledRows(rows, offsets, weights_L, pooling)
 
 
 @dataclass(eq=False, slots=True)

@@ -225,19 +225,6 @@ def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, k
         slots_S2[first + gap, 1] = 0
 
 
-@compiled("void(int64[:,::1], int64[::1], int64)")
-def _move_keys(slots_S2: Ints, logs_N: Ints, bucket: int) -> None:
-    """Move the keys of a bucket to twice as many slots; the caller clears the old ones."""
-    size = np.int64(1) << logs_N[bucket]
-    first = (NUM_BUCKETS + bucket) << logs_N[bucket]
-    logs_N[bucket] += 1
-    for slot in range(first, first + size):
-        if slots_S2[slot, 1] != 0:
-            target = _find_slot(slots_S2, logs_N, slots_S2[slot, 0])
-            slots_S2[target, 0] = slots_S2[slot, 0]
-            slots_S2[target, 1] = slots_S2[slot, 1]
-
-
 @compiled("void(int64[:,::1], int64[::1], int64[::1], int64[::1])")
 def _insert(slots_S2: Ints, logs_N: Ints, keys_U: Ints, values_U: Ints) -> None:
     """Write new keys with their values; the buckets have enough slots."""
@@ -245,19 +232,6 @@ def _insert(slots_S2: Ints, logs_N: Ints, keys_U: Ints, values_U: Ints) -> None:
         slot = _find_slot(slots_S2, logs_N, keys_U[u])
         slots_S2[slot, 0] = keys_U[u]
         slots_S2[slot, 1] = values_U[u]
-
-
-@compiled("int64(int64[:,::1], int64[::1], int64, int64[:,::1])")
-def _copy_pending(slots_S2: Ints, logs_N: Ints, bucket: int, out_P2: Ints) -> int:
-    """Write key and record of a bucket's pending keys, in slot order; return the number of keys."""
-    first = (NUM_BUCKETS + bucket) << logs_N[bucket]
-    number = 0
-    for slot in range(first, first + (np.int64(1) << logs_N[bucket])):
-        if slots_S2[slot, 1] < 0:
-            out_P2[number, 0] = slots_S2[slot, 0]
-            out_P2[number, 1] = ~slots_S2[slot, 1]
-            number += 1
-    return number
 
 
 class KeyMap:
@@ -330,16 +304,7 @@ class KeyMap:
         if self.end - self._free_R[0] + len(keys_U) > self._capacity and not limit:
             raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
         rows_U, counts_U = np.empty(len(keys_U), np.int64), np.empty(len(keys_U), np.int64)
-        _count_keys(
-            *self._map,
-            self._sizes_N,
-            self._records_R2,
-            keys_U,
-            step,
-            half_life,
-            rows_U,
-            counts_U,
-        )
+        _count_keys(*self._map, self._sizes_N, self._records_R2, keys_U, step, half_life, rows_U, counts_U)
         self._num_added = int((counts_U == 1).sum())
         new = np.flatnonzero(counts_U >= admit_after)
         if limit:
@@ -370,14 +335,7 @@ class KeyMap:
             keys_M = np.empty(self._sizes_N[bucket], np.int64)
             ranks_M = np.empty_like(keys_M)
             number = _rank_keys(
-                *self._map,
-                self._records_R2,
-                bucket,
-                step,
-                half_life,
-                evict_after,
-                keys_M,
-                ranks_M,
+                *self._map, self._records_R2, bucket, step, half_life, evict_after, keys_M, ranks_M
             )
             keys_M, ranks_M = keys_M[:number], ranks_M[:number]
             num_pending = int((ranks_M == -2).sum())
@@ -419,20 +377,27 @@ class KeyMap:
             log = int(self._logs_N[bucket])
             if log == _MAX_LOG_SLOTS:
                 raise ClusterError(f"table {self._table}: a bucket has more than {1 << log:,} keys")
-            _move_keys(*self._map, bucket)
-            first, size = (NUM_BUCKETS + bucket) << log, 1 << log
-            if size * 16 < mmap.PAGESIZE:
-                self._slots_S2[first : first + size] = 0
-            else:
-                self._memory.madvise(mmap.MADV_DONTNEED, first * 16, size * 16)
+            slots_S2 = self._slots(bucket)
+            keys_M, values_M = slots_S2[slots_S2[:, 1] != 0].T
+            self._logs_N[bucket] += 1
+            _insert(*self._map, np.ascontiguousarray(keys_M), np.ascontiguousarray(values_M))
+            if slots_S2.nbytes >= mmap.PAGESIZE:  # no bucket uses this memory again
+                first = (NUM_BUCKETS + bucket) << log
+                self._memory.madvise(mmap.MADV_DONTNEED, first * 16, slots_S2.nbytes)
+
+    def _slots(self, bucket: int) -> Ints:
+        """Return the slots of a bucket."""
+        log = int(self._logs_N[bucket])
+        first = (NUM_BUCKETS + bucket) << log
+        return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return keys and records by row (R, 2), -1 for free rows; and those of pending keys (P, 2)."""
-        pending_P2 = np.empty((int((self._sizes_N - self.num_rows_N).sum()), 2), np.int64)
-        number = 0
-        for bucket in self._buckets:
-            if self._sizes_N[bucket] > self.num_rows_N[bucket]:
-                number += _copy_pending(*self._map, bucket, pending_P2[number:])
+        has_pending = self._sizes_N > self.num_rows_N
+        slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
+        pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]
+        pending_P2 = np.concatenate([np.empty((0, 2), np.int64), *pending])
+        pending_P2[:, 1] = ~pending_P2[:, 1]
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:

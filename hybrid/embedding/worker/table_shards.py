@@ -64,8 +64,8 @@ class TableShards(HostedModule, TableSource):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Items of prefetched lookups that wait for gradients, by trainer, step and part; empty until a lookup
-        # runs.
+        # Items of prefetched lookups that wait for gradients, by trainer, step and index of the lookup; empty
+        # until a lookup runs.
         self._prefetched: dict[tuple[int, int, int], list[Item]] = {}
         self._distinct_rows: dict[int, DistinctStepRows] = {}  # rows of the next update, by group
         self._distinct_rows_lock = threading.Lock()
@@ -89,7 +89,7 @@ class TableShards(HostedModule, TableSource):
         recorded: list[Item] = []
         if ticket.purpose is Purpose.PREFETCH:
             # The last request gets the gradients, even if an abandoned request of the same step runs later.
-            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded
+            self._prefetched[ticket.trainer, ticket.step, ticket.lookup_index] = recorded
         work = partial(self._look_up, ticket, items, recorded)
         return self.barrier.run_when_ready(ticket, work, is_large=is_large)
 
@@ -136,7 +136,7 @@ class TableShards(HostedModule, TableSource):
     def send_gradients(
         self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
     ) -> Future[list[Tensor]]:
-        key = (ticket.trainer, ticket.step, ticket.part)
+        key = (ticket.trainer, ticket.step, ticket.lookup_index)
         if key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
         items = self._prefetched.pop(key)

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.local_batches import checksum, cut, global_batches, local_batches, size_of
+from hybrid.custom_loop.local_batches import checksum, cut, global_batches, size_of, slice_batches
 from hybrid.errors import DataError
 
 CONSTANTS = {"mask": None, "epoch": 3, "rate": torch.tensor(0.5), "about": ("x", {"name": "text"}, True)}
@@ -42,7 +42,7 @@ def test_cut_keeps_the_structure_of_a_batch() -> None:
     assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
     assert part["pair"].tags.values.tolist() == [4, 5, 5]
     assert (part["name"], part["title"]) == (["4", "5"], ("4", "5"))
-    of_batch = [each.values for each in next(local_batches([whole()], 1, 2, [])).split(3)]
+    of_batch = [each.values for each in next(slice_batches([whole()], 1, 2, [])).split(3)]
     for values in (part, *of_batch, *global_batches([whole(), whole()], 8)):
         assert values | CONSTANTS == values
 
@@ -62,7 +62,7 @@ def test_rebatching_gives_batches_of_one_size(size: int) -> None:
 
 def test_trainers_take_contiguous_slices() -> None:
     batches = list(global_batches(whole(), 8))
-    taken = [list(local_batches(batches, trainer, 3, [])) for trainer in range(3)]
+    taken = [list(slice_batches(batches, trainer, 3, [])) for trainer in range(3)]
     assert [[each.size for each in of] for of in taken] == [[3, 1], [3, 1], [2, 0]]
     assert [each.global_size for each in taken[2]] == [8, 2]
     assert flat([of[0].values for of in taken]) == flat(batches[:1])
@@ -89,7 +89,7 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
         last = [end for end in ends if number * size < end <= (number + 1) * size]
         assert sum(map(size_of, found[: number + 1])) == last[-1]
     if len(sizes) < 9:
-        taken = [list(local_batches(found, trainer, 3, [], "user")) for trainer in range(3)]
+        taken = [list(slice_batches(found, trainer, 3, [], "user")) for trainer in range(3)]
         for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
             assert all(size_of(part.values) >= min(1, size_of(batch)) for part in parts)
             cuts_of_parts = [cut(part.values, 0, part.size) for part in parts]
@@ -113,7 +113,7 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
 def test_split_groups_are_refused(batch: Any, message: str) -> None:
     for num_trainers in (1, 2):
         with pytest.raises(DataError, match=message):
-            list(local_batches([batch], 0, num_trainers, [], "user"))
+            list(slice_batches([batch], 0, num_trainers, [], "user"))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -139,7 +139,7 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
 )
 def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(local_batches(global_batches(data, 2), 0, 2, []))
+        list(slice_batches(global_batches(data, 2), 0, 2, []))
 
 
 def test_checksum_covers_every_tensor() -> None:

@@ -31,10 +31,10 @@ def test_slices_of_all_trainers_are_all_samples(tmp_path: Path) -> None:
     assert len(train) + len(test) == 60
     assert set(train.num_rows) == {"user", "tags"}
     assert train.dense_columns == ("price",)
-    whole = list(test.local_batches(0, 1, 100, []))
+    whole = list(test.slices(0, 1, 100, []))
     assert [each.global_size for each in whole] == [len(test)]
     assert set(whole[0].values) == {"label", "dense", "user", "tags"}
-    parts = [list(test.local_batches(trainer, 3, 5, [])) for trainer in range(3)]
+    parts = [list(test.slices(trainer, 3, 5, [])) for trainer in range(3)]
     assert {len(part) for part in parts} == {-(-len(test) // 5)}
     for step in zip(*parts, strict=True):
         assert sum(each.size for each in step) == step[0].global_size
@@ -51,7 +51,7 @@ def test_slices_of_all_trainers_are_all_samples(tmp_path: Path) -> None:
 def test_each_pass_has_another_order(tmp_path: Path) -> None:
     train, _ = hybrid.connect(config_of(tmp_path)).prepare()
     passes = [
-        torch.cat([each.values["dense"] for each in train.local_batches(0, 1, None, [], epoch=epoch)])
+        torch.cat([each.values["dense"] for each in train.slices(0, 1, None, [], epoch=epoch)])
         for epoch in range(2)
     ]
     assert not torch.equal(*passes)
@@ -67,7 +67,7 @@ def test_batch_has_labels_weights_and_groups(tmp_path: Path) -> None:
     file.write_text(text + TASKS)
     cluster = hybrid.connect(file)
     train, _ = cluster.prepare()
-    (whole,) = train.local_batches(0, 1, 100, [])
+    (whole,) = train.slices(0, 1, 100, [])
     values = whole.values
     assert {"click", "cost", "click.weights", "cost.weights", "group", "dense", "user", "tags"} == set(values)
     assert torch.equal(values["click"], values["cost"] % 2)
@@ -83,8 +83,8 @@ def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
     file = config_of(tmp_path)
     file.write_text(file.read_text().replace('dense = ["price"]', 'group = "user"'))
     train, test = hybrid.connect(file).prepare()
-    parts = [list(train.local_batches(trainer, 3, 15, [], "group")) for trainer in range(3)]
-    whole = list(train.local_batches(0, 1, 15, [], "group"))
+    parts = [list(train.slices(trainer, 3, 15, [], "group")) for trainer in range(3)]
+    whole = list(train.slices(0, 1, 15, [], "group"))
     assert sum(each.size for each in whole) == len(train)
     for step, alone in zip(zip(*parts, strict=True), whole, strict=True):
         groups = [each.values["group"] for each in step]
@@ -93,11 +93,11 @@ def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
         assert torch.equal(torch.cat(own), alone.values["group"])
         assert sum(len(each.unique()) for each in own) == len(alone.values["group"].unique())
     with pytest.raises(DataError, match=r"whole = 'user' .* data\.group"):
-        list(train.local_batches(0, 1, 15, [], "user"))
+        list(train.slices(0, 1, 15, [], "user"))
     with pytest.raises(DataError, match="groups"):
-        list(test.local_batches(0, 1, 15, [], "group"))
+        list(test.slices(0, 1, 15, [], "group"))
     with pytest.raises(DataError, match="batch of 5"):
-        list(train.local_batches(0, 1, 5, [], "group"))
+        list(train.slices(0, 1, 5, [], "group"))
 
 
 def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write('[columns.tags]\nkind = "weighted"\n[columns.price]\nnumeric_scaling = "none"\n')
     train, _ = hybrid.connect(file).prepare()
-    (local,) = train.local_batches(0, 1, 100, [])
+    (local,) = train.slices(0, 1, 100, [])
     whole = local.values
     assert set(whole) == {"label", "dense", "user", "tags", "tags.weights"}
     tags, weights = whole["tags"], whole["tags.weights"]

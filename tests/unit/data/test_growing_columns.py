@@ -17,7 +17,7 @@ from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import fingerprint
 from hybrid.data.values.canonical import canonicalize, compute_keys
-from hybrid.embedding.table_spec import GrowthSpec
+from hybrid.embedding.table_spec import Growth
 from hybrid.engine.model_builder import table_specs
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec
@@ -256,8 +256,8 @@ def test_a_table_grows_as_its_columns(tmp_path: Path) -> None:
     train, _ = prepared(config, tmp_path / "cache")
     specs = {table.name: table for table in table_specs(config, train.input_spec)}
     grown = {name: table.growth for name, table in specs.items() if table.num_rows == 0}
-    of_data = GrowthSpec(admit_after=2, max_rows=10_000)
-    assert grown == {"user": of_data, "items": of_data, "user_day": of_data, "tags": GrowthSpec(3)}
+    of_data = Growth(admit_after=2, max_rows=10_000)
+    assert grown == {"user": of_data, "items": of_data, "user_day": of_data, "tags": Growth(admit_after=3)}
     assert (specs["age"].growth, specs["age"].num_rows) == (None, 4)
     assert specs["user"].init_scale == pytest.approx(1 / 100)
     assert specs["tags"].init_scale == pytest.approx(1 / 1000)

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -137,43 +136,6 @@ def test_concurrent_calls_do_not_interfere(mode: UpdateMode, is_scripted: bool) 
             assert_same_bits(host, plain)
 
 
-class Counts(nn.Module):
-    """A layer that multiplies by the number of its calls, and replaces its buffer in each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.ones(()))
-
-    def forward(self, hidden_BH: Tensor) -> Tensor:
-        output = torch.mul(hidden_BH, self.count)  # type: ignore[has-type]
-        self.count = torch.add(self.count, 1)  # type: ignore[has-type]
-        return output
-
-
-class TestBuffers:
-    def test_calls_of_a_net_with_buffers_run_one_by_one(self) -> None:
-        layer, norm = ConcurrentCalls(timeout_seconds=0.05), nn.BatchNorm1d(4)
-        with hosting(UpdateRules(2), make_net(nn.Sequential(layer, norm))) as host:
-            forward_at_once(host)
-        assert layer.were_concurrent == [False, False]
-        assert norm.num_batches_tracked == 2
-
-    @pytest.mark.parametrize("is_scripted", [False, True])
-    @pytest.mark.parametrize("layer", [nn.BatchNorm1d, Counts])
-    def test_buffers_have_the_bits_of_one_process(self, layer: type[nn.Module], is_scripted: bool) -> None:
-        make = partial(layer, 4) if layer is nn.BatchNorm1d else layer
-        net, plain = make_net(make()), make_net(make())
-        compiled = torch.jit.script(net) if is_scripted else None
-        with hosting(UpdateRules(3), net, compiled=compiled) as host:
-            outputs = [host.forward(train(0, t), hidden(0, t)) for t in range(3)]
-            expected = [plain(hidden(0, t)) for t in range(3)]
-            assert [name for name, _ in net.named_buffers()] == [name for name, _ in plain.named_buffers()]
-            assert all(map(torch.equal, net.buffers(), plain.buffers()))
-            for output in (*outputs, *expected):  # with the buffers of its forward pass
-                output.square().sum().backward()
-            assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True))
-
-
 def test_async_pass_keeps_its_initial_weights() -> None:
     plain = Plain()
     with hosting(UpdateRules(2, UpdateMode.ASYNC)) as host:
@@ -181,30 +143,22 @@ def test_async_pass_keeps_its_initial_weights() -> None:
         output = host.call(train(0), hidden_BH).wait()
         pass_through(host, train(0, 1), hidden(5))
         host.barrier.drain()
-        assert host.barrier.version == 1
+        assert not any(map(torch.equal, host.net.parameters(), plain.net.parameters()))
         output.square().sum().backward()
         host.barrier.drain()
         (expected,) = plain.step([hidden(0)])
         assert hidden_BH.grad is not None
         assert torch.equal(hidden_BH.grad, expected)
-        assert host.barrier.version == 2
 
 
 def test_prediction_uses_evaluation_mode_without_recording() -> None:
-    norm = nn.BatchNorm1d(4)
-    net = make_net(norm)
+    net = make_net(nn.Dropout())
     with hosting(UpdateRules(1), net) as host:
         pass_through(host, train(0), hidden(0))
-        assert norm.running_mean is not None
-        statistics = norm.running_mean.clone()
-        assert statistics.any()
         predicted = host.call(evaluate(1), hidden(1)).wait()
         assert not predicted.requires_grad
-        assert torch.equal(norm.running_mean, statistics)
         assert all(module.training for module in net.modules())
         assert torch.equal(predicted, net.eval()(hidden(1)))
-        host.call(train(1), hidden(2)).wait()
-        assert not torch.equal(norm.running_mean, statistics)
 
 
 def test_checkpoint_of_another_net_raises_an_error(tmp_path: Path) -> None:
@@ -226,6 +180,6 @@ def test_non_finite_gradient_names_its_parameter(is_checked: bool) -> None:
             with pytest.raises(NonFiniteError, match=r"^step 0: .*0\.weight"):
                 host.barrier.drain()
         else:
-            host.barrier.decide(0, None)
+            host.barrier.set_scale(0, None)
             host.barrier.drain()
-            assert host.barrier.version == 1
+            assert host.call(evaluate(1), hidden(1)).done()

@@ -189,7 +189,8 @@ def table_of(folder: Path, keys: pa.Array, vectors: pa.Array) -> TableSpec:
     FeatureEncoder((), (SparseEncoding("item", "build", 5, values=Vocabulary.of(VALUES)),)).save(folder)
     path = folder / "rows.parquet"
     pq.write_table(pa.table({"key": keys, "vector": vectors}), path)
-    return TableSpec("items", 5, 2, Pooling.SUM, ("item",), SGD, 1.0, initial=str(path), keys=str(folder))
+    table = TableSpec("items", 5, 2, Pooling.SUM, ("item",), SGD, 1.0, initial=str(path))
+    return dataclasses.replace(table, encoder_folder=str(folder))
 
 
 def rows_by_key(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:

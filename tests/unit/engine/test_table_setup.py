@@ -22,7 +22,7 @@ from hybrid.config import (
 )
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec, tables_of
 from hybrid.engine.initial_model import InitialModel
-from hybrid.engine.model_builder import place_tables, table_specs
+from hybrid.engine.model_builder import place_configured_tables, table_specs
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
@@ -134,7 +134,7 @@ def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> 
     cluster = ClusterSection(workers=3)
     config = RunConfig(cluster=cluster, dense=DenseSection(net=net))
     tables = table_specs(config, COLUMNS)
-    placement = place_tables(config, tables, {})
+    placement = place_configured_tables(config, tables, {})
     assert [t.dim for t in tables] == [dim] * 3
     assert placement.num_workers == 3
 
@@ -148,7 +148,7 @@ def test_pooling_side_depends_on_the_traffic() -> None:
     def by_trainers(**sections: object) -> tuple[str, ...]:
         train = TrainSection(batch_size=128)
         config = RunConfig(cluster=ClusterSection(trainers=2), train=train).replace(**sections)
-        return place_tables(config, table_specs(config, tags), means).pooled_by_trainers
+        return place_configured_tables(config, table_specs(config, tags), means).pooled_by_trainers
 
     assert by_trainers() == ("tags",)
     assert by_trainers(train=TrainSection(batch_size=128, micro_batches=8)) == ()

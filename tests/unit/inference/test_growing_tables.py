@@ -28,7 +28,7 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import prepare
 from hybrid.data.values.canonical import compute_keys
 from hybrid.embedding.initial_rows import random_rows
-from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.engine.model_builder import Blueprint, table_specs
 from hybrid.inference import table_export
 from hybrid.inference.custom_module import CustomModule
@@ -255,7 +255,7 @@ def test_tables_of_a_custom_loop_are_read_by_the_keys_of_ids(
 @pytest.mark.parametrize(("dim", "scale"), [(1, 0.001), (7, 1 / 3), (16, 1.0)])
 def test_initial_rows_have_the_bits_of_training(init: str, dim: int, scale: float) -> None:
     spec = TableSpec(
-        *("t", 0, dim, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), scale), init=init, growth=GrowthSpec()
+        *("t", 0, dim, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), scale), init=init, growth=Growth()
     )
     keys = np.random.default_rng(0).integers(0, M, 5000, np.uint64)
     keys[: len(EXTREME)] = EXTREME
@@ -264,7 +264,7 @@ def test_initial_rows_have_the_bits_of_training(init: str, dim: int, scale: floa
 
 
 def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
-    spec = TableSpec(*("t", 0, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), 1.0), growth=GrowthSpec())
+    spec = TableSpec(*("t", 0, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), 1.0), growth=Growth())
     empty: Arrays = {"keys": np.empty(0, np.int64), "weight": np.empty((0, 2), np.float32)}
     keys = np.array(EXTREME, np.uint64)
     for kind in (GrowingTable, MappedGrowingTable):

@@ -10,12 +10,14 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 SYNC, LOOKAHEAD, ASYNC = UpdateMode
 
 
-def ledger(num_trainers: int, mode: UpdateMode = SYNC, parts: int = 1, version: int = 0) -> Ledger[str]:
-    return Ledger(UpdateRules(num_trainers, mode, parts, timeout_seconds=20.0), version)
+def ledger(
+    num_trainers: int, mode: UpdateMode = SYNC, micro_batches: int = 1, version: int = 0
+) -> Ledger[str]:
+    return Ledger(UpdateRules(num_trainers, mode, micro_batches, timeout_seconds=20.0), version)
 
 
-def enter(each: Ledger[str], trainer: int, step: int, part: int = 0, now: float = 0.0) -> None:
-    each.enter(Ticket(trainer, step, step, part), f"t{trainer}s{step}p{part}", now)
+def enter(each: Ledger[str], trainer: int, step: int, index: int = 0, now: float = 0.0) -> None:
+    each.enter(Ticket(trainer, step, step, index), f"t{trainer}s{step}p{index}", now)
 
 
 def update(each: Ledger[str]) -> str:
@@ -135,13 +137,13 @@ class TestAbsences:
 
 class TestTime:
     def test_timeout_counts_from_the_first_trainer_that_waits(self) -> None:
-        each = ledger(3, parts=2)
+        each = ledger(3, micro_batches=2)
         assert each.seconds_left(1000.0) is None
-        for part in range(2):
-            enter(each, 0, 1, part, now=1000.0)
+        for index in range(2):
+            enter(each, 0, 1, index, now=1000.0)
         enter(each, 1, 0, 0, now=1000.0)
         assert each.seconds_left(2000.0) is None  # gradients of a later step, and of one micro-batch
         enter(each, 1, 0, 1, now=2000.0)
-        for part in range(2):
-            enter(each, 2, 0, part, now=2019.0)  # does not extend the time of the others
+        for index in range(2):
+            enter(each, 2, 0, index, now=2019.0)  # does not extend the time of the others
         assert each.seconds_left(2019.5) == 0.5

@@ -45,7 +45,7 @@ def hosted(stack: ExitStack, table: TableSpec, dtype: torch.dtype = torch.float3
 def update(host: TableShards, step: int, rows: Tensor, grad_UD: Tensor) -> Tensor:
     """Update rows with gradients, and return the table as stored."""
     host.contribute(train(step), [(0, Bags(rows))], [grad_UD])
-    host.barrier.decide(step, 1.0)
+    host.barrier.set_scale(step, 1.0)
     host.lookup(evaluate(step + 1), []).wait()
     return host.groups[0].weight_RD
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.placement import place
-from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
 from hybrid.primitives.splitmix64 import next_of
@@ -31,7 +32,7 @@ SEED, DIM = 7, 3
 EDGES = [0, -1, 1, 2**63 - 1, -(2**63)]
 
 
-def spec(growth: GrowthSpec, optimizer: str = "adam") -> TableSpec:
+def spec(growth: Growth, optimizer: str = "adam") -> TableSpec:
     settings = OptimizerSpec(optimizer, 0.1)
     return TableSpec("t", 0, DIM, Pooling.SUM, ("f",), settings, init_scale=0.5, growth=growth)
 
@@ -111,11 +112,11 @@ def draw(random: np.random.Generator, step: int) -> Tensor:
 
 
 GROWTHS = {
-    "plain": GrowthSpec(),
-    "admit": GrowthSpec(admit_after=2, half_life=7),
-    "age": GrowthSpec(evict_after=9),
-    "limit": GrowthSpec(max_rows=8 * 1024, half_life=5),
-    "all": GrowthSpec(admit_after=3, max_rows=12 * 1024, evict_after=20, half_life=11),
+    "plain": Growth(),
+    "admit": Growth(admit_after=2, half_life=7),
+    "age": Growth(evict_after=9),
+    "limit": Growth(max_rows=8 * 1024, half_life=5),
+    "all": Growth(admit_after=3, max_rows=12 * 1024, evict_after=20, half_life=11),
 }
 
 
@@ -180,7 +181,7 @@ def check_checkpoint(folder: Path, expected: Dictionary) -> None:
 
 def test_lookups_during_updates_read_the_right_rows() -> None:
     """Rows move, grow and are removed meanwhile. With a rate of 0, each key always has its initial row."""
-    growth = GrowthSpec(max_rows=16 * 1024, half_life=2)
+    growth = Growth(max_rows=16 * 1024, half_life=2)
     table = dataclasses.replace(spec(growth, "sgd"), optimizer=OptimizerSpec("sgd", 0.0))
     expected, random = Dictionary(table), np.random.default_rng(3)
     keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, (200, 1000)))
@@ -205,7 +206,7 @@ def test_lookups_during_updates_read_the_right_rows() -> None:
 
 @pytest.mark.parametrize("unknown", ["initial", "zeros"])
 def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> None:
-    table = spec(GrowthSpec(admit_after=2, unknown=unknown))
+    table = spec(Growth(admit_after=2, unknown=unknown))
     initial = Dictionary(table).initial([5])
     with closing(Workers(table, 1)) as actual:
         (row,) = actual.hosts[0].lookup(train(0), [(0, Bags(torch.tensor([5])))]).wait()
@@ -240,7 +241,7 @@ def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> 
 def test_a_checkpoint_with_other_keys_is_refused(
     change: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
-    table = spec(GrowthSpec(), "sgd")
+    table = spec(Growth(), "sgd")
     with closing(Workers(table, 2)) as actual:
         actual.update(0, 0, torch.tensor([2, 3]), torch.ones(2, DIM))
         actual.save(tmp_path / "right", 1)
@@ -256,11 +257,31 @@ def test_a_checkpoint_with_other_keys_is_refused(
             actual.load(tmp_path / "wrong", 1)
 
 
+def test_a_bucket_that_grows_leaves_its_neighbors_as_they_are() -> None:
+    """The system gets the memory of the old slots back."""
+    numbers, buckets = torch.arange(300), torch.arange(100, 104) << 54
+    table = spec(Growth(), "sgd")
+    with closing(Workers(table, 1)) as actual:
+        before = (buckets[:, None] + numbers[:150]).flatten()  # 256 slots of 16 bytes in each bucket
+        for step, keys in enumerate((before, buckets[0] + numbers[150:])):
+            actual.update(step, 0, keys, torch.ones(len(keys), DIM))
+        read = torch.cat([before, buckets[0] + numbers[150:]]).tolist()
+        assert torch.equal(actual.read(read, 2), Dictionary(table).initial(read) - 0.1)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"admit_after": 0}, {"max_rows": 8191}, {"evict_after": -1}, {"half_life": 0}, {"unknown": "no"}]
+)
+def test_a_rule_out_of_range_is_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=min(rule)):
+        Growth(**rule)
+
+
 @pytest.mark.long
 def test_a_worker_holds_a_hundred_million_keys() -> None:
     """Each key is updated once, and the rows of early and late keys are right."""
     per_step, num_steps = 1_000_000, 100
-    table = dataclasses.replace(spec(GrowthSpec(), "sgd"), dim=4)
+    table = dataclasses.replace(spec(Growth(), "sgd"), dim=4)
     host = TableShards(place([table], 1), 0, UpdateRules(1))
     try:
         host.initialize(SEED)

@@ -11,6 +11,7 @@ from support.shards import (
     PATIENCE_SECONDS,
     RULES,
     cluster,
+    evaluate,
     hosting,
     prefetch,
     shards_of,
@@ -35,7 +36,7 @@ class TestDecided:
             large = torch.full((2, 2), 1e30)  # its square overflows float32
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large])
             assert host.barrier.squared_norm(0).wait() == pytest.approx(4e60)
-            host.barrier.decide(0, None)
+            host.barrier.set_scale(0, None)
 
     def test_norm_of_a_non_finite_gradient_names_the_row(self) -> None:
         with hosting(UpdateRules(1, clip_norm=1.0)) as host:
@@ -54,7 +55,7 @@ class TestDecided:
             items = [(group, Bags(torch.tensor([1, 1]))) for group in range(2)]
             host.contribute(train(0), items, [torch.ones(2, 3), torch.ones(2, 5)])
             assert host.barrier.squared_norm(0).wait() == pytest.approx(4 * 3 + 4 * 5)
-            host.barrier.decide(0, None)
+            host.barrier.set_scale(0, None)
             host.barrier.drain()
         finally:
             host.close()
@@ -79,7 +80,7 @@ def test_update_of_several_blocks_equals_the_reference(
         grad_UD = torch.randn(len(rows_U), 2, generator=torch.Generator().manual_seed(3))
         host.contribute(train(0), [(0, Bags(rows_U))], [grad_UD])
         if scale is not None:
-            host.barrier.decide(0, scale)
+            host.barrier.set_scale(0, scale)
         host.barrier.drain()
         state = initial_state(spec, expected_RD)
         update_rows(spec, 1.0, expected_RD, state, rows_U, grad_UD * (scale or 1.0))
@@ -95,7 +96,7 @@ def test_all_rows_decay_in_a_step_without_ids(parts: list[tuple[int, Bags]], cli
         host.contribute(train(0), parts, [torch.empty(0, 2)] * len(parts))
         if clip_norm is not None:
             assert host.barrier.squared_norm(0).wait() == 0.0
-            host.barrier.decide(0, 1.0)
+            host.barrier.set_scale(0, 1.0)
         host.barrier.drain()
         torch.testing.assert_close(rows, before * 0.5)
 
@@ -138,7 +139,7 @@ class TestFiniteness:
             huge = torch.full((2, 2), 3e38)
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge])
             host.barrier.drain()
-            assert host.barrier.version == 1
+            assert host.lookup(evaluate(1), []).done()
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 1, 2]])
@@ -165,8 +166,8 @@ class TestPrefetches:
             for trainer in range(2):
                 host.lookup(prefetch(0, trainer), []).wait()
             small = host.barrier.run_when_ready(prefetch(1, 1, 1), lambda: None)
-            for part in (2, 3):  # these take all threads of lookups
-                host.barrier.run_when_ready(prefetch(1, 1, part), block, is_large=True)
+            for index in (2, 3):  # these take all threads of lookups
+                host.barrier.run_when_ready(prefetch(1, 1, index), block, is_large=True)
             abandoned = host.lookup(prefetch(1), [(0, Bags(torch.ones(20_000, dtype=torch.int64)))])
             for trainer in range(2):
                 host.send_gradients(prefetch(0, trainer), [])
@@ -195,9 +196,9 @@ class TestPrefetches:
 
     def test_distinct_rows_of_the_next_step_are_found_once(self) -> None:
         """They are found before the gradients arrive, in the order in which gradients are merged."""
-        with hosting(UpdateRules(2, UpdateMode.LOOKAHEAD, parts=2)) as host:
+        with hosting(UpdateRules(2, UpdateMode.LOOKAHEAD, micro_batches=2)) as host:
             host.record(range(1, 2))
-            order = [(trainer, part) for trainer in (1, 0) for part in (0, 1)]
+            order = [(trainer, index) for trainer in (1, 0) for index in (0, 1)]
             for ticket in (prefetch(step, *each) for step in range(2) for each in order):
                 host.lookup(ticket, [(0, Bags(torch.tensor([1, 4])))])
             for step in range(2):
@@ -207,23 +208,23 @@ class TestPrefetches:
             assert [span.name for span in host.take_spans()].count("distinct rows") == 1
 
     def test_gradients_may_arrive_while_the_rows_of_their_step_are_collected(self) -> None:
-        """The first comparison of two parts of step 1 comes from the search for its distinct rows."""
-        with hosting(UpdateRules(1, UpdateMode.LOOKAHEAD, parts=2)) as host:
+        """The first comparison of two lookups of step 1 comes from the search for its distinct rows."""
+        with hosting(UpdateRules(1, UpdateMode.LOOKAHEAD, micro_batches=2)) as host:
             before = host.groups[0].weight_RD.clone()
             arriving, has_arrived = [1], threading.Event()
 
-            class Part(int):
+            class Index(int):
                 def __lt__(self, other: int) -> bool:
                     while arriving:
-                        host.send_gradients(prefetch(1, part=arriving.pop()), [torch.ones(1, 2)])
+                        host.send_gradients(prefetch(1, index=arriving.pop()), [torch.ones(1, 2)])
                         has_arrived.set()
                     return super().__lt__(other)
 
-            for ticket in (prefetch(step, part=Part(part)) for step in range(2) for part in range(2)):
-                host.lookup(ticket, [(0, Bags(torch.tensor([ticket.part])))])
-            for part in range(2):
-                host.send_gradients(prefetch(0, part=part), [torch.ones(1, 2)])
+            for ticket in (prefetch(step, index=Index(index)) for step in range(2) for index in range(2)):
+                host.lookup(ticket, [(0, Bags(torch.tensor([ticket.lookup_index])))])
+            for index in range(2):
+                host.send_gradients(prefetch(0, index=index), [torch.ones(1, 2)])
             assert has_arrived.wait(PATIENCE_SECONDS)
-            host.send_gradients(prefetch(1, part=0), [torch.ones(1, 2)])
+            host.send_gradients(prefetch(1, index=0), [torch.ones(1, 2)])
             host.barrier.drain()
             assert (before - host.groups[0].weight_RD)[:3, 0].tolist() == pytest.approx([2.0, 2.0, 0.0])

@@ -1,4 +1,4 @@
-"""The records that a script logs: lines of ``metrics.jsonl`` in its run folder, and calls of the loggers."""
+"""The log of a script: lines of ``metrics.jsonl`` in its run folder, and calls of the loggers."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ from hybrid.storage.private_files import make_folder
 _FIELDS = {*NO_NUMBERS, "step", "time"}
 
 
-class LoopRecords:
-    """The records of a script that starts, or resumes after ``step`` steps; later records are dropped.
+class ScriptLog:
+    """The log of a script that starts, or resumes after ``step`` steps; later records are dropped.
 
     Raises:
         ConfigError: see :class:`RunLoggers`.
