@@ -1,17 +1,25 @@
-"""Fixtures of clusters that stay alive between cases."""
+"""Fixtures of clusters that stay alive between cases.
+
+The process that distributes the tests imports this module, but not torch; fixtures import what they need.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from support.cluster import Clusters
-from support.stores import AZURITE, CREDENTIALS, Store, azure_container, google_bucket, named_by_environment
 
-from hybrid.storage.remote_path import RemotePath
 from workers.module_imports import fast_imports
+
+if TYPE_CHECKING:
+    from support.cluster import Clusters
+    from support.stores import Store
+
+    from hybrid.storage.remote_path import RemotePath
 
 # Commands set this before they import torch; forked processes have imported torch already.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -27,19 +35,26 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Give the tests their own folder of state, with the key that signs runs, and their own credentials."""
+    from support.stores import CREDENTIALS
+
     os.environ.update(CREDENTIALS)
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[Clusters]:
+    from support.cluster import Clusters
+
     every = Clusters()
     yield every
     every.close()
@@ -54,6 +69,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def store() -> Iterator[Store]:
     """An S3 server; the environment of this process and its children names it."""
+    from support.stores import Store, named_by_environment
+
     server = Store()
     with named_by_environment(server.environment):
         yield server
@@ -63,6 +80,8 @@ def store() -> Iterator[Store]:
 @pytest.fixture(scope="session")
 def google() -> Iterator[RemotePath]:
     """A bucket of an emulator of Google Cloud Storage."""
+    from support.stores import google_bucket
+
     with google_bucket() as bucket:
         yield bucket
 
@@ -70,6 +89,8 @@ def google() -> Iterator[RemotePath]:
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemotePath]:
     """A container of Azurite; the environment of this process and its children has the key."""
+    from support.stores import AZURITE, azure_container
+
     if AZURITE is None:
         pytest.skip("needs azurite-blob, which npm install --global azurite puts on the path")
     with azure_container(tmp_path_factory.mktemp("azurite")) as container:

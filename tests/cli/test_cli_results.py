@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from sklearn.metrics import roc_auc_score
+from cli.test_cli_tasks import weighted_auc
 from support.commands import ROOT, output_of, result_of, settings
 
 from hybrid.checkpoint.checkpoint_folders import step_folder
@@ -102,11 +102,12 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
 def test_run_and_predict_have_the_same_auc(clicks: Clicks, step: int) -> None:
     probabilities_N = clicks.predict(clicks.checkpoint(step))
     assert len(set(probabilities_N.tolist())) == 10
-    expected = roc_auc_score(clicks.labels, probabilities_N)
+    weights_N = np.ones(len(clicks.labels))
+    expected = weighted_auc(clicks.labels, probabilities_N, weights_N)
     of_run = clicks.result if step == LAST else clicks.result["best"]
     assert of_run["auc"] == pytest.approx(expected, abs=1e-14)
     from_file_N = clicks.predict(clicks.checkpoint(step), "--input", clicks.file)
-    assert roc_auc_score(clicks.labels, from_file_N) == expected
+    assert weighted_auc(clicks.labels, from_file_N, weights_N) == expected
 
 
 def evaluated(of: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -22,6 +22,7 @@ from support.commands import (
     Ended,
     by_hand,
     eventually,
+    fresh_secret,
     output_of,
     processes_of,
     settings,
@@ -80,7 +81,7 @@ def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
 )
 def test_signal_saves_and_stops_the_run(number: signal.Signals, endless: list[str], tmp_path: Path) -> None:
     """Schedulers send SIGTERM to all processes at once."""
-    with started(["launch", *endless, *RUN], tmp_path) as command:
+    with started(["launch", *endless, *ONE_EACH, *RUN], tmp_path) as command:
         command.await_step()
         others = [each for each in command.processes() if each.pid != command.process.pid]
         for each in others if number is signal.SIGTERM else []:
@@ -190,10 +191,17 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[Any]:
     "times", [0, 1, pytest.param(2, marks=pytest.mark.long)], ids=["at the start", "once", "twice"]
 )
 def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
-    unsaved = [*endless, "--set", "checkpoint.keep_best=none"]
+    """The secret is in no argument, variable or file of the processes, which are new interpreters."""
+    secret_file = tmp_path / "secret"
+    unsaved = [*endless, "--set", "checkpoint.keep_best=none", *fresh_secret(tmp_path)]
+    secret = secret_file.read_text().strip()
     with on_a_terminal(unsaved, tmp_path) as terminal:
         if times:
             terminal.expect("step [0-9]{2}/")
+            processes = processes_of(terminal.pid)
+            assert len(processes) >= 4
+            for process in processes:
+                assert secret not in " ".join([*process.cmdline(), *process.environ().values()])
         else:
             assert eventually(lambda: len(processes_of(terminal.pid)) > 1, COMMAND_SECONDS)
         if times == 2:
@@ -215,6 +223,9 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
         found = re.search(r"\r\x1b\[2K\x1b\[\?25hhybrid launch: stopped; (.*)\r\n$", shown)
         assert found, shown
         assert found[1].startswith("step " if times == 1 else "nothing is saved")
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret_file]
+    assert bool(written) == bool(times)
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
 
 
 @pytest.mark.long

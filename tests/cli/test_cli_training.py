@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.commands import (
     COMMAND_SECONDS,
+    ONE_EACH,
     eventually,
     output_of,
     result_of,
@@ -93,7 +94,7 @@ def test_run_without_test_rows_is_not_evaluated(tmp_path: Path, monkeypatch: pyt
     path = write_csv(tmp_path / "clicks.csv", 400)
     data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "split": "none"}
     job = settings(data=data, train={"batch_size": 64}, dense={"device": "cpu"})
-    printed = output_of(["launch", *job, *settings(run={"folder": "run"})], tmp_path)
+    printed = output_of(["launch", *job, *ONE_EACH, *settings(run={"folder": "run"})], tmp_path)
     assert "no test rows (data.split = none): nothing is evaluated\n" in printed
     assert "test AUC            none: there are no test rows\n" in printed
     assert "evaluate run --input FILE\n" in printed
@@ -104,7 +105,7 @@ def test_run_without_test_rows_is_not_evaluated(tmp_path: Path, monkeypatch: pyt
 
 def test_non_finite_loss_stops_the_run(tiny: list[str], tmp_path: Path) -> None:
     wild = settings(dense={"optimizer": "SGD", "learning_rate": 1e30})
-    ended = run(["launch", *tiny, *wild], tmp_path)
+    ended = run(["launch", *tiny, *ONE_EACH, *wild], tmp_path)
     assert ended.code == 1
     assert re.match(r"hybrid launch: step \d+: (.* not finite|the loss of)", ended.stderr)
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from slurm_run.daemons import unavailable_reason
@@ -41,6 +40,8 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_jobset_is_valid_by_its_schema(jobset: dict[str, Any]) -> None:
+    import jsonschema  # slow to import
+
     jsonschema.validate(jobset, SCHEMA)
 
 

@@ -9,23 +9,21 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from cli.test_cli_configs import write_log
 from support.commands import ROOT, code_block, output_of, settings
 
 from hybrid.loggers.record_file import METRICS_FILE, read_records
 
 SECONDS = 100
 LOG = "examples/drifting_log.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-SMALL = settings(train={"batch_size": 200, "log_every_steps": 1}, cluster={"trainers": 1, "workers": 2})
+SMALL = settings(train={"batch_size": 200, "log_every_steps": 1}, cluster={"trainers": 1, "workers": 1})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three days of a log."""
     path = tmp_path_factory.mktemp("every_day")
-    command = [sys.executable, str(ROOT / LOG), str(path / "log"), "--days=3"]
-    sizes = ["--rows=3000", "--users=100", "--items=60"]
-    subprocess.run([*command, *sizes], check=True, env=ENVIRONMENT, timeout=SECONDS)
+    write_log(path / "log", "--days=3", "--rows=1800", "--users=100", "--items=60")
     return path
 
 
@@ -76,8 +74,10 @@ def test_fixed_tables_find_the_rows_of_yesterday_by_value(folder: Path) -> None:
 
 @pytest.mark.long
 def test_example_compares_three_ways(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples/train_every_day.py"), str(tmp_path / "days")]
-    subprocess.run([*command, "--days=2", "--rows=4000"], env=ENVIRONMENT, check=True, timeout=SECONDS)
+    command += ["--days=2", "--rows=4000"]
+    subprocess.run(command, env=environment, check=True, timeout=SECONDS)
     with (tmp_path / "days/auc.csv").open() as file:
         (line,) = csv.DictReader(file)
     assert [*line] == ["day", "frozen", "growing", "prepared", "best reachable"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import TrainedRun, output_of, refusal, result_of, run, settings, started
+from support.commands import ONE_EACH, TrainedRun, output_of, refusal, result_of, run, settings, started
 
 METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
 STOP_SECONDS = 10.0
@@ -38,7 +38,8 @@ def test_each_seed_has_a_run_and_the_metrics_a_mean(
 
 def test_interrupted_runs_continue(endless: list[str], tmp_path: Path) -> None:
     """The first run continues, the others start; afterwards, nothing is left to do."""
-    with started(["launch", *endless, *RUN, "--seeds", "2"], tmp_path) as command:
+    job = ["launch", *endless, *ONE_EACH, *RUN]
+    with started([*job, "--seeds", "2"], tmp_path) as command:
         command.await_text("\nstep 3/")
         command.process.send_signal(signal.SIGTERM)
         ended = command.wait(STOP_SECONDS)
@@ -47,7 +48,7 @@ def test_interrupted_runs_continue(endless: list[str], tmp_path: Path) -> None:
     assert "--resume auto" in ended.stderr
     (saved,) = (tmp_path / "run/seed-1/checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-")) + 2
-    again = ["launch", *endless, *RUN, *settings(train={"max_steps": step}), "--seeds", "2"]
+    again = [*job, *settings(train={"max_steps": step}), "--seeds", "2"]
     assert "run.folder" in run(again, tmp_path).stderr
     printed = output_of([*again, "--resume", "auto"], tmp_path)
     assert f"\nresuming from step {step - 2}: run/seed-1/" in printed

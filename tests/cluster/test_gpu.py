@@ -37,8 +37,6 @@ def config_of(trainers: int, dense: dict[str, Any], train: dict[str, Any]) -> Ru
 @pytest.mark.parametrize(
     ("trainers", "dense", "train"),
     [
-        (1, {}, LOOKAHEAD),
-        (2, {}, {}),
         (2, {"remote_mlp": (8,)}, {**LOOKAHEAD, "micro_batches": 2, "clip_norm": 0.1}),
         pytest.param(1, {"autocast": "bfloat16"}, {"dtype": "float32"}, marks=in_software),
         pytest.param(2, {"tensor_size": 2}, {}, marks=in_software),
@@ -76,11 +74,8 @@ def test_a_run_continues_from_a_checkpoint_of_gpus(clusters: Clusters, cache: Pa
     assert metrics == pytest.approx(expected_metrics, rel=1e-9)
 
 
-@pytest.mark.parametrize("options", [("weights", "ranked"), ("computed", "pooled", "condition")], ids=str)
-def test_custom_loops_on_gpus_equal_those_on_cpus(
-    options: tuple[str, ...], clusters: Clusters, tmp_path: Path
-) -> None:
-    results = []
+def test_custom_loops_on_gpus_equal_those_on_cpus(clusters: Clusters, tmp_path: Path) -> None:
+    options, results = ("weights", "ranked", "computed", "pooled", "condition"), []
     for device in (GPU, "cpu"):
         output = tmp_path / device
         cluster = clusters.get(2, 2, device=device)

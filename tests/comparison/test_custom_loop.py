@@ -143,9 +143,10 @@ def check(found: dict[str, Any], options: tuple[str, ...] = ()) -> None:
     [
         *product([(), (*ALL, "ranked", "trained weights"), (*MICRO, "computed")], ["sync", "lookahead"]),
         (("growing", "weights"), "sync"),
-        (("compile outside",), "lookahead"),
-        pytest.param(("compile",), "lookahead", marks=pytest.mark.long),
-        *(pytest.param((f"compile{how}",), "sync", marks=pytest.mark.long) for how in ("", " outside")),
+        *(
+            pytest.param((f"compile{how}",), update, marks=pytest.mark.long)
+            for how, update in product(("", " outside"), ("sync", "lookahead"))
+        ),
     ],
 )
 def test_one_process_equals_plain_torch(

@@ -15,7 +15,7 @@ from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSect
 from hybrid.storage.remote_path import parse_path
 from workers.rendezvous.bootstrap import JoinedCluster
 
-STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
+BATCH_SIZE, STEPS = 240, 15  # more than an epoch of 13, whose last batch has 120 samples
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_data_set_trains_as_in_one_process(
         cluster={"trainers": trainers, "workers": 2},
         data={"shuffle": f"lanes({lanes})" if lanes else "rows"},
         dense={"optimizer": "Adam"},
-        train={"epochs": 2, "update": update, "dtype": "float64"},
+        train={"epochs": 2, "update": update, "dtype": "float64", "batch_size": BATCH_SIZE},
         schedule={"kind": "cosine(warmup_steps = 5)"},
     )
     clusters.get(trainers, 2).run(compare, config, cache, STEPS)
@@ -85,7 +85,13 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
     config = small_config(
         cluster={"trainers": trainers, "workers": 2},
         data={"weight": "weight", "group": "C26", "shuffle": shuffle},
-        train={"epochs": 2, "update": update, "dtype": "float64", "micro_batches": 2},
+        train={
+            "epochs": 2,
+            "update": update,
+            "dtype": "float64",
+            "micro_batches": 2,
+            "batch_size": BATCH_SIZE,
+        },
     )
     clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 

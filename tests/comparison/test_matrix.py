@@ -75,18 +75,26 @@ def covering_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def covering_cases(choices: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return cases as parameters; those after the first few, which have every value, are marked as long.
+def covering_cases(choices: Mapping[str, Sequence[Any]], *clusters: tuple[int, int, bool]) -> list[Any]:
+    """Return cases as parameters: few that have every value, on ``clusters``, and all, marked as long.
 
     They are sorted by cluster, because a cluster runs until another one is needed.
+
+    Args:
+        clusters: numbers of trainers and workers, and whether trainers act as if on many hosts.
     """
+    rows = covering_rows(choices)
+    quick: list[Case] = []
+    shapes = itertools.cycle([*clusters, *clusters[:-1]])  # few cases on the last one, which has one trainer
     missing = {(name, value) for name, values in choices.items() for value in values}
-    cases = []
-    for row in covering_rows(choices):
-        cases.append((Case(**row), () if missing else pytest.mark.long))
-        missing.difference_update(row.items())
-    cases.sort(key=lambda each: (each[0].trainers, each[0].workers % 3, each[0].has_many_hosts))
-    return [pytest.param(case, marks=marks) for case, marks in cases]
+    while missing:
+        cluster = zip(("trainers", "workers", "has_many_hosts"), next(shapes), strict=True)
+        quick.append(Case(**rows[len(quick)] | dict(cluster)))
+        missing.difference_update(vars(quick[-1]).items())
+    every = [Case(**row) for row in rows]
+    for cases in (quick, every):
+        cases.sort(key=lambda case: (case.trainers, case.workers % 3, case.has_many_hosts))
+    return [*quick, *(pytest.param(case, marks=pytest.mark.long) for case in every if case not in quick)]
 
 
 # These cases add numbers in the order of torch. Each multi-hot table is on its own worker: torch sorts the
@@ -206,7 +214,9 @@ def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters)
     check_against_one_process(case, trained(clusters, case), bits=True)
 
 
-@pytest.mark.parametrize("case", covering_cases(CHOICES), ids=attrgetter("name"))
+@pytest.mark.parametrize(
+    "case", covering_cases(CHOICES, (3, 2, False), (2, 3, True), (1, 1, False)), ids=attrgetter("name")
+)
 def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
     outcome = trained(clusters, case)
     check_against_one_process(case, outcome)
@@ -214,10 +224,14 @@ def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
         assert not torch.equal(outcome.end[part], rows_RD), "every table is trained"
 
 
-@pytest.mark.parametrize("case", covering_cases(CHOICES_OF_GROWING_TABLES), ids=attrgetter("name"))
+@pytest.mark.parametrize(
+    "case",
+    covering_cases(CHOICES_OF_GROWING_TABLES, (2, 2, False), (2, 3, True), (1, 1, False)),
+    ids=attrgetter("name"),
+)
 def test_growing_tables_equal_one_process(case: Case, clusters: Clusters) -> None:
     """Keys get rows, lose them, and get rows again, on the same steps as in one process."""
-    rounds = 3  # so many steps that keys of several workers are evicted
+    rounds = 4 if case.workers == 2 else 2  # 33 steps evict keys of both workers
     cluster = clusters.get(case.trainers, case.workers, has_many_hosts=case.has_many_hosts)
     reference = check_against_one_process(case, cluster.run(train_case, case, rounds=rounds), rounds=rounds)
     for table, keys in reference.keys.items():
@@ -261,7 +275,7 @@ def test_further_cases_equal_one_process(case: Case, clusters: Clusters) -> None
     check_against_one_process(case, outcome, rounds=2)
 
 
-INVALID_STEPS = (3, 4, 9)
+INVALID_STEPS = (3, 4, 7)
 
 
 def with_value(case: Case, value: float, trainer: int) -> list[Batch]:

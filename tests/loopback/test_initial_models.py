@@ -97,7 +97,7 @@ def test_first_step_equals_the_step_of_a_resumed_run(update: str, tmp_path: Path
 def test_predictions_of_known_values_are_the_same(
     vocabulary_before: str, vocabulary: str, tmp_path: Path
 ) -> None:
-    stored = trained(tmp_path / "saved", day(tmp_path, 1, vocabulary=vocabulary_before), 20)
+    stored = trained(tmp_path / "saved", day(tmp_path, 1, vocabulary=vocabulary_before), 4)
     with opened(day(tmp_path, 2, stored, vocabulary)) as session:
         session.save(tmp_path / "start", 0, 0)
     vocabularies = [
@@ -151,7 +151,7 @@ def test_metrics_and_best_checkpoint_of_the_other_run_do_not_count(tmp_path: Pat
     assert run_training(resumed, new, resume=True).step == 5
 
 
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
 def test_one_process_starts_with_the_same_model(update: str, tmp_path: Path) -> None:
     stored = trained(tmp_path / "saved", day(tmp_path, 1))
     train = {"update": update, "dtype": "float64"}

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 from pyarrow import fs
-from support import gcs_server
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
@@ -151,7 +150,7 @@ _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOt
 @contextmanager
 def google_bucket() -> Iterator[RemotePath]:
     """A bucket of Google's; it needs no credentials."""
-    with _serving([sys.executable, gcs_server.__file__]) as address:
+    with _serving([sys.executable, str(Path(__file__).with_name("gcs_server.py"))]) as address:
         yield RemotePath(f"gs://{BUCKET}", "", f"anonymous=true&scheme=http&endpoint_override={address}")
 
 

@@ -33,7 +33,7 @@ from workers.rendezvous.bootstrap import JoinedCluster
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 
-STEPS = 12
+STEPS = 9
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
@@ -227,7 +227,7 @@ class Case:
         if self.inputs == "even":
             sizes = [6] * STEPS
         else:  # some trainers have fewer batches; one of three or four has none
-            length = {0: STEPS if self.trainers == 1 else 8, 1: STEPS, 2: 0, 3: 3}[trainer]
+            length = {0: STEPS if self.trainers == 1 else 6, 1: STEPS, 2: 0, 3: 3}[trainer]
             sizes = torch.randint(1, 9, (length,), generator=generator).tolist()
         # With even slices, a trainer knows the size of the global batch.
         total = self.trainers * 6 if self.inputs == "even" else 0
@@ -252,7 +252,7 @@ class Case:
             columns = [torch.randint(3, (size,), generator=generator), torch.randn(size, generator=generator)]
             labels = torch.stack([labels, *columns, 1 - labels], dim=1)
             sample_weights = torch.randint(0, 2, labels.shape, generator=generator).float()
-        elif self.tasks == "weighted" and size != 3:  # other slices of the step have weights
+        elif self.tasks == "weighted" and size != 4:  # other slices of the step have weights
             sample_weights = torch.rand(size, generator=generator) * torch.randint(
                 0, 2, (size,), generator=generator
             )
@@ -260,7 +260,7 @@ class Case:
         if self.tasks == "ranked":
             grades = torch.randint(0, 3, (2, size), generator=generator)
             labels = torch.stack([labels, *grades], dim=1)
-            if size != 3:
+            if size != 4:
                 sample_weights = torch.rand(labels.shape, generator=generator)
                 sample_weights *= torch.randint(0, 4, labels.shape, generator=generator) > 0
             # Groups differ between trainers.

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import pytest
 from benchmark.compare import find_wrong_losses
 from benchmark.running import Measurement
 from support.commands import ROOT
@@ -20,6 +21,7 @@ def test_wrong_losses_of_synchronous_systems_are_found() -> None:
     assert set(found) == {("W1", "ours-sync"), ("W1", "ours-lookahead")}
 
 
+@pytest.mark.long
 def test_other_systems_import_only_their_environment() -> None:
     """Modules that other systems import need only torch, NumPy, psutil and safetensors."""
     absent = "pyarrow", "numba", "rich", "cryptography", "tensorboard", "matplotlib"

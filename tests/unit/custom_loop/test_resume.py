@@ -124,9 +124,11 @@ def logged(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "every", "update"),
     [
-        *itertools.product(["epochs", "left"], [1, 3, STEPS], ["lookahead"]),
-        *itertools.product(["two passes"], [3, STEPS], ["sync"]),
-        *itertools.product(["range", "prepared"], [3], ["sync", "lookahead"]),
+        *itertools.product(["epochs"], [1, 3, STEPS], ["lookahead"]),
+        ("left", 3, "lookahead"),
+        ("two passes", STEPS, "sync"),
+        ("range", 3, "lookahead"),
+        ("prepared", 3, "sync"),
     ],
 )
 def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(

@@ -110,7 +110,7 @@ def train(
     return steps, {"scores": loaded(users), "head": loaded.head.weight, "step": torch.tensor(cluster.step)}
 
 
-@pytest.mark.parametrize(("update", "passes"), [("sync", 0), ("lookahead", 0), ("lookahead", 5)])
+@pytest.mark.parametrize(("update", "passes"), [("sync", 0), ("lookahead", 5)])
 def test_script_that_is_ended_anywhere_loses_and_repeats_no_row(
     update: str, passes: int, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.stores import sent
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
@@ -23,8 +24,9 @@ from hybrid.data.stream.lanes import LaneReader
 from hybrid.data.stream.stream_cursor import StreamCursor
 from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks, with_scaling_of
 from hybrid.errors import ConfigError, DataError
+from hybrid.storage.remote_path import RemotePath
 
-ROWS, BATCH = 60_000, 700
+ROWS, BATCH = 24_000, 700
 Scaling = tuple[float, float, float]
 
 
@@ -46,7 +48,7 @@ def table(seed: int, num_rows: int = ROWS) -> pa.Table:
 def write(path: Path, rows: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        pq.write_table(rows, path, row_group_size=9000)
+        pq.write_table(rows, path, row_group_size=5000)
         return
     joined = ["|".join(tags) for tags in rows["tags"].to_pylist()]
     rows = rows.set_column(rows.schema.get_field_index("tags"), "tags", pa.array(joined))
@@ -110,14 +112,14 @@ def test_step_has_the_same_rows_for_any_number_of_trainers(names: tuple[str, str
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
 def test_stream_continues_at_any_step_with_other_trainers(name: str, tmp_path: Path) -> None:
     for part in range(3):
-        write(tmp_path / f"day/{part}-{name}", table(part, 20_000))
+        write(tmp_path / f"day/{part}-{name}", table(part, 10_000))
     config = configure(str(tmp_path / "day"), "parquet" if "parquet" in name else "csv")
     unit, encoder = first_unit(config)
     whole = numbers_by_step(read(config, unit, encoder, 1))
     readers = [LaneReader(config, encoder, unit, trainer, 2) for trainer in range(2)]
     streams = [reader.batches() for reader in readers]
     for step in range(len(whole)):
-        if step in (0, 1, 41, len(whole) - 1):
+        if step in (0, 1, 21, len(whole) - 1):
             found = {lane: at for reader in readers for lane, at in reader.positions(step).items()}
             lanes = tuple(found[lane] for lane in sorted(found))
             now = replace(unit, step=step, lanes=lanes)
@@ -126,6 +128,19 @@ def test_stream_continues_at_any_step_with_other_trainers(name: str, tmp_path: P
             next(stream, None)
     for stream in streams:
         stream.close()
+
+
+def test_unit_in_a_store_has_the_rows_of_local_files(there: RemotePath, tmp_path: Path) -> None:
+    for part in range(3):
+        write(tmp_path / f"day=1/{part}.parquet", table(part, 1000))
+    (tmp_path / "day=1/_SUCCESS").touch()
+    found = []
+    for day in (tmp_path / "day=1", sent(tmp_path / "day=1", there / "day=1")):
+        stream = f"data.stream = \"files(lanes = 2, marker = '_SUCCESS', until = '{day}')\""
+        config = configure(str(day.parent / "day=*"), "parquet", stream)
+        unit, encoder = first_unit(config)
+        found.append(numbers_by_step(read(config, unit, encoder, 2)))
+    assert found[0] == found[1] != []
 
 
 def test_rows_of_a_block_are_shuffled_unless_the_order_is_kept(tmp_path: Path) -> None:

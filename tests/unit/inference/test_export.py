@@ -127,9 +127,9 @@ HISTORY = "history = 'seen', candidate = 'item'"
 @pytest.mark.parametrize(
     "net",
     [
-        f"din({HISTORY})",
-        f"self_attention({HISTORY}, blocks = 1)",
         f"hstu({HISTORY}, blocks = 1)",
+        pytest.param(f"din({HISTORY})", marks=pytest.mark.long),
+        pytest.param(f"self_attention({HISTORY}, blocks = 1)", marks=pytest.mark.long),
         pytest.param("dcn_v2", marks=pytest.mark.long),
     ],
 )

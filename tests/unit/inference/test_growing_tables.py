@@ -163,7 +163,8 @@ def test_exported_models_have_keys_as_inputs(
     """Unknown users read initial rows, other unknown values read zeros."""
     monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
     run, served = tmp_path / "run", tmp_path / "served"
-    sections = {"data": {"vocabulary": 'grow(unknown = "zeros")'}, "columns.user": {"vocabulary": "grow"}}
+    data: dict[str, object] = {"vocabulary": 'grow(unknown = "zeros")', "sparse": ["user", "tags"]}
+    sections: dict[str, dict[str, object]] = {"data": data, "columns.user": {"vocabulary": "grow"}}
     grown = write_grown(run, clicks_config(tmp_path, **sections))
     export_run(run, served, ["program", "onnx", "tables"], None)
     model, program = load(run), torch.export.load(served / "program.pt2").module()
@@ -242,13 +243,10 @@ def test_tables_of_a_custom_loop_are_read_by_the_keys_of_ids(
     tags = Jagged(batch["tags"], batch["tags.offsets"])
     loaded = hybrid.load("saved", net())({"user": batch["user"], "tags": tags})
     assert torch.allclose(loaded.squeeze(1).sigmoid(), model(batch)["probability"], atol=1e-6)
-    main(["export", *arguments, "--output=served", "--format=program", "--format=onnx"])
+    main(["export", *arguments, "--output=served", "--format=program"])
     program = torch.export.load("served/program.pt2").module()
     exported = program(*(batch[name] for name in model.input_names))
     assert torch.allclose(exported["probability"], model(batch)["probability"], atol=1e-6)
-    session = onnxruntime.InferenceSession("served/model.onnx")
-    (of_onnx,) = session.run(None, {name: batch[name].numpy() for name in model.input_names})
-    assert torch.allclose(torch.from_numpy(of_onnx), model(batch)["probability"], atol=1e-6)
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal"])

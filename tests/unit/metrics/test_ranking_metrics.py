@@ -6,7 +6,6 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from sklearn.metrics import ndcg_score, roc_auc_score
 
 from hybrid.metrics import Ranking
 
@@ -29,6 +28,8 @@ def groups_of(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_gauc_equals_scikit_learn_by_group(seed: int) -> None:
+    from sklearn.metrics import roc_auc_score  # slow to import
+
     drawn = samples(seed)
     groups = [(s, y) for s, y in groups_of(*drawn) if 0 < y.sum() < len(y)]
     expected = np.average([roc_auc_score(y, s) for s, y in groups], weights=[len(y) for _, y in groups])
@@ -38,6 +39,8 @@ def test_gauc_equals_scikit_learn_by_group(seed: int) -> None:
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("k", [1, 3, 100])
 def test_ndcg_equals_scikit_learn(k: int, binary: bool) -> None:
+    from sklearn.metrics import ndcg_score  # slow to import
+
     drawn = samples(7, binary)
     groups = [(s, y) for s, y in groups_of(*drawn) if y.sum()]
     # It refuses groups of one sample, of which there is but one order.

@@ -7,14 +7,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from sklearn.metrics import (
-    accuracy_score,
-    log_loss,
-    mean_absolute_error,
-    ndcg_score,
-    roc_auc_score,
-    root_mean_squared_error,
-)
 
 from hybrid.config import RunConfig, TaskSection
 from hybrid.errors import ConfigError
@@ -39,38 +31,45 @@ CLICK_TASKS = RunConfig().all_tasks
 @settings(max_examples=10, deadline=None)
 def test_weighted_metrics_equal_scikit_learn(seed: int, spread: float) -> None:
     """Scores have ties; all weights are 1 where ``spread`` is 0, which equals no weights."""
+    from sklearn import metrics as sklearn  # slow to import
+
     weights_N = (spread * torch.randn(200, generator=torch.Generator().manual_seed(seed))).exp()
     given_N = weights_N if spread else None
     by = {"sample_weight": weights_N.double().numpy()}
     tied = NUMBERS.round(decimals=1)
     found = task_metrics("click", TaskSection(), tied, CLICKS, None, given_N)
     probabilities, clicks = compute_predictions(TaskSection(), tied).numpy(), CLICKS.numpy()
-    loss, rate = log_loss(clicks, probabilities, **by), np.average(clicks, weights=by["sample_weight"])
+    loss, rate = (
+        sklearn.log_loss(clicks, probabilities, **by),
+        np.average(clicks, weights=by["sample_weight"]),
+    )
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     expected = {
-        "auc": roc_auc_score(clicks, probabilities, **by),
+        "auc": sklearn.roc_auc_score(clicks, probabilities, **by),
         "log_loss": loss,
         "normalized_entropy": loss / entropy,
         "calibration": np.average(probabilities, weights=by["sample_weight"]) / rate,
-        "accuracy": accuracy_score(clicks, probabilities > 0.5, **by),
+        "accuracy": sklearn.accuracy_score(clicks, probabilities > 0.5, **by),
         "base_rate": rate,
         "num_samples": 200,
     }
     assert found == pytest.approx(expected, rel=1e-12)
     task, gains = TaskSection(type="regression", metrics=("ndcg@7",)), TRUE_NUMBERS.abs()
     found = task_metrics("spent", task, NUMBERS, gains, ONE_GROUP, given_N)
-    rmse = root_mean_squared_error(gains.double(), NUMBERS.double(), **by)
-    mae = mean_absolute_error(gains.double(), NUMBERS.double(), **by)
-    ndcg = ndcg_score([gains.double().numpy()], [NUMBERS.double().numpy()], k=7)  # without weights
+    rmse = sklearn.root_mean_squared_error(gains.double(), NUMBERS.double(), **by)
+    mae = sklearn.mean_absolute_error(gains.double(), NUMBERS.double(), **by)
+    ndcg = sklearn.ndcg_score([gains.double().numpy()], [NUMBERS.double().numpy()], k=7)  # without weights
     expected = {"rmse": rmse, "mae": mae, "num_samples": 200, "ndcg@7": ndcg}
     assert found == pytest.approx(expected, rel=1e-12)
     assert spread or score(task, NUMBERS, gains) == found["rmse"]
     task = TaskSection(type="classes(4)")
     found = task_metrics("stars", task, LOGITS, CLASSES, None, given_N)
     stars = CLASSES.long().numpy()
-    assert found["accuracy"] == pytest.approx(accuracy_score(stars, LOGITS.argmax(1), **by), rel=1e-12)
+    assert found["accuracy"] == pytest.approx(
+        sklearn.accuracy_score(stars, LOGITS.argmax(1), **by), rel=1e-12
+    )
     assert found["log_loss"] == pytest.approx(
-        log_loss(stars, compute_predictions(task, LOGITS), **by), rel=1e-12
+        sklearn.log_loss(stars, compute_predictions(task, LOGITS), **by), rel=1e-12
     )
 
 
@@ -157,6 +156,8 @@ class TestPredictions:
         return Predictions(rows_N / 10 + noise_N, labels_N, rows_N)
 
     def test_equal_samples_are_tied(self, noisy: Predictions) -> None:
+        from sklearn.metrics import roc_auc_score  # slow to import
+
         clean_N = noisy.rows.double() / 10
         expected = roc_auc_score(noisy.labels, clean_N)
         assert noisy.metrics(CLICK_TASKS)["auc"] == pytest.approx(expected, abs=1e-15)

@@ -11,6 +11,7 @@ from support.progress import METRICS, progress
 
 from hybrid.config import RunConfig
 from hybrid.config.sections import TrainSection
+from workers.cli import main
 from workers.run_folder.run_access import RESTARTS_FILE, RESULT_FILE
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_report import print_means
@@ -58,6 +59,7 @@ def written(path: Path, result: dict[str, object]) -> tuple[str, _Page]:
             numbers = {"item.rows": 9.0, "item.unknown_fraction": 0.25}
             folder.log_progress(progress(step, phase_seconds=PHASES, numbers=numbers))
         folder.log_evaluation("test", 40, METRICS)
+        folder.log_unit(40, "day=1", METRICS)
         folder.log_evaluation("unknown", 0, {"user.unknown_fraction": 0.5})
         folder.write_report(result)
     text = folder.report.read_text()
@@ -79,6 +81,7 @@ def test_a_report_has_result_unknown_values_tables_and_restarts(tmp_path: Path) 
     result = {"auc": 0.7712, "steps": 40, "best": {"step": 20}, "tables": TABLES}
     text, page = written(tmp_path / "run", result)
     assert text.count("<svg") == 4
+    assert ">unit</text>" in text, "the legend of the curves"
     assert rows(page, "AUC", 1) == ["0.7712"]
     assert rows(page, "best step", 1) == ["20"]
     assert (rows(page, "user", 1), rows(page, "item", 1)) == (["50.00%"], ["25.00%"])
@@ -106,7 +109,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
                 run.log_progress(progress(step))
             run.log_evaluation("test", 2, METRICS)
             run.finish({**result, "tables": TABLES})
-    commands.output_of(["report", "a", "b", "c", "--output", "all.html"], tmp_path)
+    main(["report", *(str(tmp_path / name) for name in results), "--output", str(tmp_path / "all.html")])
     text = (tmp_path / "all.html").read_text()
     page = _Page(text)
     assert rows(page, "AUC", 5) == ["0.5000", "0.7500", "1.0000", "0.7500", "0.2500"]

@@ -124,8 +124,11 @@ def test_only_the_requested_bytes_are_fetched(store: Store, monkeypatch: pytest.
     assert proxy.num_bytes == 100
 
 
-@pytest.mark.parametrize("before", [{}, {"torn": b"earlier"}], ids=["new", "overwrite"])
-@pytest.mark.parametrize("num_bytes", [5, 23 * MIB], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("num_bytes", "before"),
+    [(5, {}), (5, {"torn": b"earlier"}), (23 * MIB, {"torn": b"earlier"})],
+    ids=["new", "overwrite", "large"],
+)
 def test_a_failed_write_leaves_the_earlier_files(
     folder: StoragePath, num_bytes: int, before: dict[str, bytes]
 ) -> None:

@@ -18,7 +18,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from support.stores import BUCKET, Proxy, Store
 from werkzeug.serving import make_server
 
@@ -167,6 +166,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(certificate: Path) -> Iterator[str]:
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # of clients that hang up, too
     application = DomainDispatcherApplication(create_backend_app)
     signed = str(certificate)
