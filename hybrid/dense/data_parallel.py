@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.parameter import is_lazy
 
 from hybrid.dense.parameter_substitution import shadow
+from hybrid.primitives.thread_counts import use_configured_threads
 
 Device: TypeAlias = int | str | torch.device
 M = TypeVar("M", bound=nn.Module)
@@ -168,7 +169,7 @@ def parallel_apply(
     ]
     if len(calls) == 1:
         return [calls[0]()]
-    with ThreadPoolExecutor(max(1, len(calls))) as threads:
+    with ThreadPoolExecutor(max(1, len(calls)), "replica", use_configured_threads) as threads:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from hybrid.errors import ClusterError, DataError
 from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.primitives.step_timings import OpenSpan, StepClock
+from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.updates.ledger import Contribution, Ledger
 from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateRules
@@ -78,7 +79,8 @@ class UpdateBarrier(Generic[Contribution]):
         self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._lookup_pool = ThreadPoolExecutor(min(rules.num_trainers, _MAX_LOOKUP_THREADS), "lookup")
+        num_threads = min(rules.num_trainers, _MAX_LOOKUP_THREADS)
+        self._lookup_pool = ThreadPoolExecutor(num_threads, "lookup", use_configured_threads)
         self._updater = threading.Thread(target=self._run, name="updater", daemon=True)
         self._updater.start()
 
@@ -218,6 +220,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
+        use_configured_threads()
         # Leaving the context waits for all lookups that updates have released, and ends their threads.
         with self._lookup_pool:
             try:

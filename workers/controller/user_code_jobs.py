@@ -41,6 +41,7 @@ from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError, ConfigError, HybridError, StorageError, error_class, error_kind
+from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from hybrid.updates.hosted_module import HostedModule
@@ -237,6 +238,7 @@ class Script(Backend):
         return write_tensors(folder, DENSE_FILE, self._dense)
 
     def _run(self) -> None:
+        use_configured_threads()
         BACKEND.set(self)  # in this thread's context
         try:
             try:

@@ -18,6 +18,7 @@ from hybrid.embedding.table_source import LookupRequest
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import free_memory
+from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.topology import Role
 from hybrid.transport.rpc.pending_calls import Failure, make_failure
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
@@ -82,6 +83,7 @@ def process_status() -> ProcessStatus:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    use_configured_threads()
     number, ticket, items = plain
     tables: TableShards = running.objects[number]
     return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
@@ -100,6 +102,7 @@ def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Ten
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
+    use_configured_threads()
     net: HostedNet = running.objects[number]
     return net.call(Ticket.of(ticket), hidden_BH)
 
@@ -136,6 +139,7 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
     Args:
         method: name of the method, or ``barrier.NAME`` for a method of the module's update barrier.
     """
+    use_configured_threads()
     try:
         if "._" in f".{method}":
             raise ClusterError(f"{method} cannot be called by RPC: it is not public")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.errors import first_line
+from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.security.rejected_messages import RejectedMessage, describe_exception, describe_rejection
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
@@ -207,6 +208,7 @@ class SocketServer:
             raise self._error
 
     def _run(self) -> None:
+        use_configured_threads()
         poll = select.poll()
         number = self._connection.fileno()
         poll.register(self._wake, select.POLLIN)
