@@ -61,6 +61,16 @@ STREAM_CALLS = CallSignatures(
         ),
     }
 )
+JOIN_CALLS = CallSignatures(
+    {
+        "table": (
+            argument("path", str, None, is_list=True),
+            argument("key", str, None),
+            argument("table_key", str, ""),
+            argument("columns", str, (), is_list=True),
+        )
+    }
+)
 _FORMAT = argument("format", str, "")
 KIND_CALLS = CallSignatures(
     {
@@ -77,6 +87,7 @@ POOLINGS = ("sum", "mean", "max")
 UNPOOLED = "none"
 TRAIN, VALIDATION, TEST = SPLITS = "train", "validation", "test"
 PATH_KEYS = {TRAIN: "data.path", VALIDATION: "data.validation", TEST: "data.test_path"}
+JOINS = "data.joins"
 _COLUMN = argument("column", str, None)
 _FRACTION = argument("fraction", float, 0.1, above=0, maximum=0.9)
 _HOLDOUTS = {"random": (_FRACTION,), "column": (_COLUMN, _FRACTION), "time": (_COLUMN, _FRACTION)}
@@ -120,6 +131,14 @@ class DataSection:
         signatures=VALIDATION_CALLS,
         is_name_fixed=True,
         unsigned=r"(?s:(?!\s*path\b).*)",
+    )
+    joins: tuple[str, ...] = option(
+        (),
+        "Side tables in other files, such as properties of items. Their columns become columns of the input: "
+        "a row gets those of the row in `path` whose column `table_key` (by default `key`) equals its column "
+        "`key`. `columns` names the columns of CSV files without a header.",
+        signatures=JOIN_CALLS,
+        prepares=False,
     )
     columns: tuple[str, ...] = setting(
         (), "Column names of a CSV file without a header; empty reads the header.", takes_numbers=True
@@ -236,6 +255,10 @@ class DataSection:
         validation = VALIDATION_CALLS.parse(PATH_KEYS[VALIDATION], self.validation)
         paths = validation.arguments.get("paths", ())
         return {TRAIN: self.path, VALIDATION: paths, TEST: self.test_path}
+
+    @property
+    def join_calls(self) -> tuple[Call, ...]:
+        return tuple(JOIN_CALLS.parse(JOINS, each) for each in self.joins)
 
     @property
     def stream_call(self) -> Call:

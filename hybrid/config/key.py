@@ -137,7 +137,8 @@ class Key:
         if self.is_list and isinstance(value, list):
             return tuple(self._convert(element) for element in value)
         value = self._convert(value)
-        is_single = self.is_list and type(value) is self.kind and "," not in str(value)
+        has_items = "," in str(value) and self.signatures is None  # arguments have commas, too
+        is_single = self.is_list and type(value) is self.kind and not has_items
         return (value,) if is_single else value
 
     def _convert(self, value: Any) -> Any:
@@ -260,8 +261,8 @@ class CallSignatures:
 
     @property
     def rule(self) -> str:
-        """The names as text, for example ``one of step, cosine``."""
-        return self._one_of(self._keys)
+        """The names as text, for example ``one of step, cosine``; a single name with its arguments."""
+        return self._one_of(self._keys) if len(self._keys) > 1 else self.forms
 
     @property
     def forms(self) -> str:
@@ -322,7 +323,8 @@ class CallSignatures:
         return unnamed | {argument: keys[argument].read(value) for argument, value in given.items()}
 
     def _one_of(self, names: Iterable[str]) -> str:
-        return f"one of {', '.join(names)}{f', or {self._others_rule}' if self._others_rule else ''}"
+        one_of = "one of " * (len(self._keys) > 1)
+        return f"{one_of}{', '.join(names)}{f', or {self._others_rule}' if self._others_rule else ''}"
 
     def _form(self, name: str) -> str:
         arguments = [

@@ -106,6 +106,8 @@ def _check_data(config: RunConfig) -> None:
     if data.format == "synthetic" and (data.paths[VALIDATION] or any(each.column for each in data.holdouts)):
         rule = "must be random or none for the synthetic click log"
         raise ConfigError("data.validation", rule, data.validation)
+    if data.format == "synthetic" and data.joins:
+        raise ConfigError("data.joins", "must be empty for the synthetic click log", data.joins)
     if data.format == "synthetic" and data.vocabulary_call.name == GROW:
         rule = "must not be grow for the synthetic click log, whose ids are row numbers"
         raise ConfigError("data.vocabulary", rule, data.vocabulary)

@@ -145,8 +145,8 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
     import pyarrow as pa
 
     from hybrid.data.encode.feature_encoder import open_values
-    from hybrid.data.encode.vocabulary import Vocabulary
     from hybrid.data.values.column_values import take_or_default
+    from hybrid.data.values.vocabulary import Vocabulary
 
     encoding = _encoding(table)
     own_values = None

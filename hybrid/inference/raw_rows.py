@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,10 +18,11 @@ from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
 from hybrid.data.dataset.prepared_dataset import LabelSums, PreparedDataset, block_batch, label_reports
 from hybrid.data.encode.feature_encoder import count_unknown, report_unknown
 from hybrid.data.parse.column_layout import Layout, TableBlock, create_file_section
-from hybrid.data.parse.input_files import list_files
+from hybrid.data.parse.input_files import find_side_files, list_files
+from hybrid.data.parse.side_tables import read_side_tables
 from hybrid.data.parse.sources import parse, read_blocks
 from hybrid.data.prepare.preparation import ensure_prepared, open_split
-from hybrid.data.values.column_values import convert_maps, decode_dictionary, is_list
+from hybrid.data.values.column_values import convert_maps, decode_dictionaries
 from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import ConfigError, DataError
 from hybrid.inference.trained_run import TrainedRun
@@ -98,7 +99,11 @@ def _layout(
     """Return how files are read for a model."""
     config = trained.config
     data = create_file_section(config, files, trained.encoder.input_spec)
-    return Layout.of(data, config.columns, config.tasks, with_labels=with_labels, passthrough=passthrough)
+    if not files:  # a table in memory has the columns of side tables
+        data = replace(data, joins=())
+    layout = Layout.of(data, config.columns, config.tasks, with_labels=with_labels, passthrough=passthrough)
+    tables = read_side_tables(data, layout.required, find_side_files(data))
+    return replace(layout, side_tables=tables)
 
 
 @dataclass
@@ -172,7 +177,7 @@ class SourceRows:
             if block.targets is not None:
                 labels.append(LabelSums.of(block.targets))
             batch = block_batch(encoded, encoder.input_spec, block.targets)
-            passthrough = {name: _without_dictionaries(each) for name, each in block.passthrough.items()}
+            passthrough = {name: decode_dictionaries(each) for name, each in block.passthrough.items()}
             yield RowBlock(batch, block.source_rows_B, passthrough)
         if not num_rows:
             raise DataError(f"{', '.join(map(str, self.files))}: no rows")
@@ -184,18 +189,3 @@ class SourceRows:
 
 
 Rows: TypeAlias = PreparedRows | SourceRows
-
-
-def _without_dictionaries(column: Any) -> Any:
-    """Decode dictionary-encoded values, also in lists, because the dictionaries of blocks differ."""
-    column = decode_dictionary(column)
-    if not is_list(column):
-        return column
-    items = column.type.value_type
-    if pa.types.is_struct(items):  # an id and its weight
-        items = pa.struct([(each.name, _decoded_type(each.type)) for each in items])
-    return column.cast(pa.list_(_decoded_type(items)))
-
-
-def _decoded_type(kind: Any) -> Any:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind

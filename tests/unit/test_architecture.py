@@ -31,7 +31,7 @@ OPENERS = {
     *("hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"),
     "hybrid/embedding/saved_tables.py",
     # a folder without links, see build_directory
-    *("hybrid/data/encode/vocabulary.py", "hybrid/data/prepare/stages.py"),
+    *("hybrid/data/encode/vocabulary_file.py", "hybrid/data/prepare/stages.py"),
     "hybrid/data/dataset/prepared_dataset.py",
     # a file that the user names, the user's private folder, standard output
     *("hybrid/config/loading.py", "hybrid/security/secret.py", "hybrid/user_code/run_signature.py"),

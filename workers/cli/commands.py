@@ -119,7 +119,7 @@ def _compare(options: argparse.Namespace, config: RunConfig, folder: Path, lock:
     """Compare, and write the differences into the scratch folder."""
     result = folder / _DIFFERENCES
     if options.script is None:
-        from hybrid.data.parse.sources import check_columns
+        from hybrid.data.parse.column_check import check_columns
 
         check_columns(config)
         launch(config, folder, CompareTask(options.steps, result), lock)
@@ -221,7 +221,7 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
     run_access.refuse_existing(folder)
     if options.resume:
         print_line(f"no run of {config.run.name} yet; starting {folder}")
-    from hybrid.data.parse.sources import check_columns
+    from hybrid.data.parse.column_check import check_columns
 
     check_columns(config)
     return config, folder, False, ""

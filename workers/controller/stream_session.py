@@ -14,7 +14,7 @@ from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
-from hybrid.data.parse.input_files import check_unchanged
+from hybrid.data.parse.input_files import InputFile, check_unchanged
 from hybrid.data.prepare.preparation import LOCAL_CACHE
 from hybrid.data.stream.stream_cursor import StreamCursor
 from hybrid.data.stream.units import StreamUnit, with_scaling_of
@@ -98,8 +98,10 @@ class StreamSession(DatasetSession):
             self.encoder = cursor.scale(self.encoder)
             self._is_open = True
             # Trainers have other working directories.
-            files = [replace(f, path=str(parse_path(f.path).absolute())) for f in cursor.unit.files]
-            arguments = replace(cursor.unit, files=tuple(files)), self.encoder, step
+            files = tuple(file.absolute() for file in cursor.unit.files)
+            side_files = tuple(tuple(map(InputFile.absolute, each)) for each in cursor.unit.side_files)
+            unit = replace(cursor.unit, files=files, side_files=side_files)
+            arguments = unit, self.encoder, step
             self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.open_unit, *arguments)
         if cursor.is_over:
             if left := cursor.source.end(cursor.unit, cursor.last):

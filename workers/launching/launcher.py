@@ -129,7 +129,8 @@ def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
     """Whether a launch with checkpoints in ``folder`` connects to loopback only, so a namespace suffices."""
     section, data = config.cluster, config.data
     initial = config.train.initial, *(table.initial_path for table in config.tables.values())
-    paths = (str(folder), data.cache_folder, *chain(*data.paths.values()), *initial)
+    side_paths = chain(*(call["path"] for call in data.join_calls))
+    paths = (str(folder), data.cache_folder, *chain(*data.paths.values()), *side_paths, *initial)
     if data.is_topic or any(map(is_url, paths)) or {*section.loggers} - {"tensorboard"}:
         return False  # brokers, stores and loggers need the network
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)

@@ -72,7 +72,7 @@ class DataManifest:
 
     input_spec: InputSpec
     splits: dict[str, DatasetReport]
-    inputs: dict[str, tuple[InputFile, ...]]  # input files of each split; none for a held-out split
+    inputs: dict[str, tuple[InputFile, ...]]  # files of each split (none if held out), and side tables
     stored: dict[str, StoredFile]  # checksums of every other file, by its path in the folder
 
     @classmethod
@@ -138,7 +138,7 @@ class DataManifest:
                     raise DataError(f"{file.path}: has changed since the run began; {remedy}")
             if len(files) != len(before):
                 known = f"{len(files)} file(s), and {len(before)} when the run began"
-                raise DataError(f"{PATH_KEYS[split]} names {known}; {remedy}")
+                raise DataError(f"{PATH_KEYS.get(split, split)} names {known}; {remedy}")
         raise DataError(
             f"the configuration prepares other samples from the files than when the run began; {remedy}"
         )

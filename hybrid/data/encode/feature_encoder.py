@@ -23,15 +23,11 @@ import pyarrow as pa
 
 from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, vocabulary_path
 from hybrid.config.data_sections import GROW, TRANSFORMS
-from hybrid.data.encode.vocabulary import (
-    Vocabulary,
-    VocabularyFile,
-    open_vocabularies,
-    write_vocabularies,
-)
+from hybrid.data.encode.vocabulary_file import VocabularyFile, open_vocabularies, write_vocabularies
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.canonical import compute_keys, hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
+from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.file_formats import parse_fields, parse_json

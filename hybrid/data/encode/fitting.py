@@ -20,9 +20,9 @@ from hybrid.data.encode.feature_encoder import (
     SparseEncoding,
     transform_columns,
 )
-from hybrid.data.encode.vocabulary import Vocabulary
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.values.column_values import DATE_BOUNDS, is_list
+from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
 
 MAX_KEPT = 1 << 20

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.config.data_sections import Column, columns_of
+from hybrid.config.data_sections import JOINS, Column, columns_of
 from hybrid.config.validation import check_columns, check_fields
 from hybrid.data.parse.input_files import path_columns
 from hybrid.data.values.canonical import canonical_text
@@ -23,6 +23,9 @@ from hybrid.data.values.model_columns import TargetSpec
 from hybrid.errors import ConfigError, DataError, most_similar
 from hybrid.input_spec import InputSpec
 from hybrid.storage.remote_path import StoragePath
+
+if TYPE_CHECKING:
+    from hybrid.data.parse.side_tables import SideTable
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -57,6 +60,7 @@ class Layout:
     # Pairs of a configuration key and a further column, which is read without conversion.
     passthrough: tuple[tuple[str, str], ...] = ()
     reads_keys: bool = False  # whether columns of integers for growing tables are read as keys, not as texts
+    side_tables: tuple[SideTable, ...] = ()  # those of data.joins, once they are read
 
     @classmethod
     def of(
@@ -96,8 +100,14 @@ class Layout:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The names of the columns that are read."""
-        return tuple(dict.fromkeys(name for _, name in self.named))
+        """The names of the columns that are read, except those of side tables."""
+        joined = self.joined
+        return tuple(dict.fromkeys(name for _, name in self.named if name not in joined))
+
+    @property
+    def joined(self) -> dict[str, str]:
+        """The columns of the side tables, with the path of the file that has the column."""
+        return {name: table.path for table in self.side_tables for name in table.columns.column_names}
 
     @property
     def delimiter(self) -> str:
@@ -119,13 +129,18 @@ class Layout:
 
         The file has the columns ``names``. Its path may have further columns (:func:`path_columns`).
         """
-        known = [*names, *path_columns(path)]
+        known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.named:
-            if name not in known:
-                nearest = most_similar(name, known)
-                columns = ", ".join(map(format_value, known[:_MAX_SHOWN]))
+            if name in joined:
+                if name in known:
+                    rule = f"{path} and {joined[name]} both have this column; rename one of the two"
+                    raise ConfigError(JOINS, rule, name)
+            elif name not in known:
+                nearest = most_similar(name, [*known, *joined])
+                columns = ", ".join(map(format_value, [*known, *joined][:_MAX_SHOWN]))
                 hint = f"did you mean {format_value(nearest)}?" if nearest else f"it has {columns}"
-                raise ConfigError(key, f"{path} has no such column; {hint}", name)
+                nor = ", nor has a side table" if self.side_tables else ""
+                raise ConfigError(key, f"{path} has no such column{nor}; {hint}", name)
             if names.count(name) > 1:
                 positions = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
                 rule = f"rename one, since {key} names it"
@@ -138,6 +153,7 @@ class Layout:
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [(each.key, each.column) for each in self.data.holdouts if each.column]
         named += self.targets.columns() if self.with_labels else []
+        named += [(JOINS, call["key"]) for call in self.data.join_calls]
         return [*named, *self.passthrough]
 
 

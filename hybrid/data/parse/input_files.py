@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from hybrid.config import DataSection
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import JOINS, PATH_KEYS, TRAIN
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -79,6 +79,10 @@ class InputFile:
             else:
                 real_path, sampled = str(path.resolve()), compute_sampled_checksum(path, follows_links=True)
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
+
+    def absolute(self) -> InputFile:
+        """Return the file with an absolute path, for processes with other working directories."""
+        return replace(self, path=str(parse_path(self.path).absolute()))
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
@@ -180,11 +184,15 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files of each split; ConfigError if a key names none, or if two splits share a file."""
+    """Return the files of each split and side table, which has the name ``data.joins[N]``.
+
+    Raises:
+        ConfigError: a key names no file, or two splits share a file.
+    """
     files: dict[str, tuple[InputFile, ...]] = dict.fromkeys(data.splits, ())
     if data.format == "synthetic":
         return files
-    for split in files:
+    for split in data.splits:
         paths, key = data.paths[split], PATH_KEYS[split]
         if not paths and split != TRAIN:
             continue
@@ -195,7 +203,13 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
                     same = f"has the same content as {each.path} of {PATH_KEYS[other]}"
                     raise ConfigError(key, f"{same}; name a file with other rows", file.path)
         files[split] = found
-    return files
+    return files | {f"{JOINS}[{i}]": each for i, each in enumerate(find_side_files(data))}
+
+
+def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
+    """Return the files of each side table of ``data.joins``; DataError if a path has none."""
+    lists = [list_files(call["path"], JOINS) for call in data.join_calls]
+    return tuple(tuple(storage.map_concurrently(InputFile.of, paths)) for paths in lists)
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:

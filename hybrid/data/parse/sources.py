@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
-from pathlib import Path
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -19,11 +18,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout, TableBlock
-from hybrid.data.parse.input_files import convert_read_errors, expand, list_files, path_columns
+from hybrid.data.parse.input_files import convert_read_errors, path_columns
 from hybrid.data.parse.parquet_blocks import BLOCK_ROWS, open_parquet, read_parquet
 from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason
 from hybrid.data.values.model_columns import ColumnReader, Targets
@@ -196,33 +193,22 @@ def read_blocks(
     log.check_file()
 
 
-def check_columns(config: RunConfig) -> None:
-    """Check that the first file of each split has the columns of the configuration; ConfigError if not."""
-    data = config.data
-    if data.format == "synthetic":
-        return
-    layout = Layout.of(data, config.columns, config.tasks)
-    if data.is_topic:
-        layout.require(layout.data.columns, Path(data.stream_call["topic"]))
-        return
-    for split, paths in data.paths.items():
-        if data.is_stream:  # the first unit may come later
-            found = (path for text in paths for path in expand(text) if storage.exists(path))
-            paths = tuple(map(str, islice(found, 1)))
-            if not paths:
-                continue
-        files = list_files(paths, PATH_KEYS[split]) if paths or split == TRAIN else ()
-        path = next((each for each in files if storage.require_file(each).size), None)
-        if path is None:
-            continue
-        layout = layout if split == TRAIN else layout.without_holdouts
-        if data.format == "parquet":
-            with convert_read_errors(path), open_parquet(path) as source:
-                names = list(pq.read_schema(source).names)
-            layout.require(names, path)
-        else:
-            with delimited_text.open_text(path) as file:
-                delimited_text.read_header(path, file.read(delimited_text.PEEK_BYTES), layout)
+def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
+    """Return the columns of a file; see :meth:`Layout.require`."""
+    if layout.data.format == "parquet":
+        with convert_read_errors(path), open_parquet(path) as source:
+            names: Sequence[str] = pq.read_schema(source).names
+        layout.require(names, path)
+        return names
+    with delimited_text.open_text(path) as file:
+        return delimited_text.read_header(path, file.read(delimited_text.PEEK_BYTES), layout)[0]
+
+
+def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
+    """Return the columns of a block, with those that the path of its file has."""
+    of_path = path_columns(path).items()
+    constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
+    return constants | table.columns
 
 
 def parse(
@@ -233,11 +219,11 @@ def parse(
     Args:
         first_row: index of the first row of ``table`` over the rows of all files.
     """
-    of_path = path_columns(path).items()
-    constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
-    columns = constants | table.columns
+    columns = all_columns(path, table)
     reader = ColumnReader(columns, table.lines, layout.data.missing, layout.reads_keys)
     try:
+        for side_table in layout.side_tables:
+            columns.update(side_table.join(reader))
         targets = layout.targets.read(reader) if layout.with_labels else None
         dense_BF = np.empty((len(table.lines), len(layout.dense)))
         for f, column in enumerate(layout.dense):

@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,8 @@ from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, creat
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, report_unknown
 from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary
 from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.input_files import find_side_files
+from hybrid.data.parse.side_tables import read_side_tables
 from hybrid.data.parse.sources import Segment, split_files
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.spill import SegmentLog
@@ -59,7 +61,9 @@ class FilesPreparation:
     check: Callable[[], None]  # see hybrid.data.prepare.preparation.prepare
 
     def __post_init__(self) -> None:
-        self._layout = Layout.of(self.config.data, self.config.columns, self.config.tasks)
+        layout = Layout.of(self.config.data, self.config.columns, self.config.tasks)
+        tables = read_side_tables(self.config.data, layout.required, find_side_files(self.config.data))
+        self._layout = replace(layout, side_tables=tables)
         self._spill = self.folder / "segments"
         self._progress = Progress(self.report)
         self._fraction = 0.0  # completed fraction of the work

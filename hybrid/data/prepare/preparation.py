@@ -80,6 +80,7 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
     for section in columns.values():
         section["vocabulary"] = without_growth(section["vocabulary"])
     content: list[object] = [dataset_manifest.FORMAT_VERSION, seed, keys, tasks, columns, stamps]
+    content += [{**call.arguments, "path": None} for call in config.data.join_calls]
     if shared := sorted(sorted(each.features) for each in config.tables.values() if len(each.features) > 1):
         content.append(shared)
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=10).hexdigest()
@@ -185,7 +186,7 @@ def _write_files(
     report: Callable[[str], None],
     check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
-    paths = {split: [parse_path(file.path) for file in each] for split, each in files.items()}
+    paths = {split: [parse_path(file.path) for file in files[split]] for split in config.data.splits}
     encoder, reports = FilesPreparation(config, folder, report, check).write(paths)
     names = ", ".join(file.path for file in files[TRAIN])
     for label in reports[TRAIN].labels:

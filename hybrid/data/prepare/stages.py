@@ -28,13 +28,13 @@ from hybrid.config.data_sections import TEST, TRAIN, Holdout
 from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, count_unknown
 from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values, rank
-from hybrid.data.encode.vocabulary import HASHED_AT_ONCE, text_bounds
 from hybrid.data.parse import sources
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock, Segment, SplitValues
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.spill import BlockLog, SegmentLog
 from hybrid.data.values.column_values import is_list
+from hybrid.data.values.vocabulary import HASHED_AT_ONCE, text_bounds
 from hybrid.errors import DataError
 from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.splitmix64 import next_of

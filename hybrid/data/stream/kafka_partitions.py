@@ -31,8 +31,9 @@ from hybrid.data.dataset.prepared_dataset import block_batch
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.delimited_text import parse_lines
+from hybrid.data.parse.input_files import find_side_files
 from hybrid.data.parse.sources import RawBlock, parse
-from hybrid.data.stream.units import LanePosition, StreamUnit, stream_layout
+from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import MAX_LEADING_INVALID, InvalidRow, InvalidRowLog, InvalidRowReport
 from hybrid.errors import ConfigError, DataError
 from hybrid.storage import files as storage
@@ -135,7 +136,8 @@ class Topic:
         is_latest = self._config.data.stream_call["start"] == "latest"
         edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
         offsets = () if last else tuple(self._edges(edge, self._count_partitions()))
-        return last or StreamUnit(0, self.name, (), offsets=offsets)
+        unit = last or StreamUnit(0, self.name, (), offsets=offsets)
+        return replace(unit, side_files=find_side_files(self._config.data))
 
     def count_rows(self, unit: StreamUnit) -> list[int]:
         """Return the number of offsets from the position on that each partition has.
@@ -166,10 +168,11 @@ class Topic:
             raise DataError(f"{self.name}: too few rows for the first step; check data.stream")
         config, partitions = self._config, range(len(unit.offsets))
         num_steps = min(num_ready, -(-_SAMPLED_ROWS // config.train.batch_size))
+        layout = unit.layout(config)
         with closing(_read_steps(config, unit, partitions, threading.Event())) as steps:
             for messages in islice(steps, num_steps):
                 if messages:
-                    yield _parse(unit.name, messages, stream_layout(config))[0]
+                    yield _parse(unit.name, messages, layout)[0]
 
     def wait_hours(self, last: StreamUnit | None) -> float:
         return float(self._config.data.stream_call["wait_hours"])
@@ -300,7 +303,7 @@ class PartitionReader:
         return self._log.report()
 
     def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:
-        layout, spec, num_read = stream_layout(self._config), self._encoder.input_spec, 0
+        layout, spec, num_read = self._unit.layout(self._config), self._encoder.input_spec, 0
         with closing(_read_steps(self._config, self._unit, self._partitions, is_over)) as steps:
             for messages in steps:
                 if not messages:

@@ -25,8 +25,9 @@ from hybrid.config import RunConfig
 from hybrid.data.batches import BatchStream
 from hybrid.data.dataset.prepared_dataset import block_batch, positions
 from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, FeatureEncoder
+from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import Segment, parse, read_segment
-from hybrid.data.stream.units import BLOCK_BYTES, BLOCK_ROWS, LanePosition, StreamUnit, stream_layout
+from hybrid.data.stream.units import BLOCK_BYTES, BLOCK_ROWS, LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.data.values.model_columns import Targets
 from hybrid.errors import DataError
@@ -76,6 +77,7 @@ class Lane:
 
     Args:
         key: the number of the unit, and the lane; the shuffle depends on both.
+        layout: the columns of the unit.
 
     Attributes:
         log: the invalid rows.
@@ -89,8 +91,9 @@ class Lane:
         key: tuple[int, int],
         segments: Sequence[Segment],
         position: LanePosition,
+        layout: Layout,
     ) -> None:
-        self._config, self._encoder, self._key = config, encoder, key
+        self._config, self._encoder, self._key, self._layout = config, encoder, key, layout
         self._segments = segments
         self.position = position
         self.log = InvalidRowLog(config.data.max_invalid_fraction)
@@ -130,7 +133,7 @@ class Lane:
         return parts
 
     def _read(self) -> Iterator[tuple[int, int, EncodedRows]]:
-        layout = stream_layout(self._config)
+        layout = self._layout
         first_segment, skipped, _ = self.position  # some rows of this segment were returned before
         for index in range(first_segment, len(self._segments)):
             segment, start = self._segments[index], 0
@@ -165,7 +168,7 @@ class LaneReader:
     ) -> None:
         self._spec = encoder.input_spec
         self._first_step = unit.step
-        layout = stream_layout(config)
+        layout = unit.layout(config)
         num_lanes = min(config.data.stream_call["lanes"], config.train.batch_size)
         segments = unit.segments(layout)
         of_lanes = [segments[lane::num_lanes] for lane in range(num_lanes)]
@@ -180,7 +183,7 @@ class LaneReader:
             rule = "resume with the lanes and files with which the run began"
             raise DataError(f"{unit.name}: the checkpoint has another number of lanes or segments; {rule}")
         self._lanes = {
-            lane: Lane(config, encoder, (unit.number, lane), of_lanes[lane], starts[lane])
+            lane: Lane(config, encoder, (unit.number, lane), of_lanes[lane], starts[lane], layout)
             for lane in range(trainer, num_lanes, num_trainers)
         }
         self._positions = {unit.step: self._current()}

@@ -13,6 +13,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
 from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.parse.input_files import find_side_files
 from hybrid.data.stream.kafka_partitions import advance
 from hybrid.data.stream.stream_source import open_source
 from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks, follow_blocks
@@ -155,7 +156,7 @@ class StreamCursor:
 
     def pack(self) -> dict[str, Any]:
         """Return the position for the progress of a checkpoint."""
-        last = None if self.last is None else asdict(replace(self.last, files=(), lanes=()))
+        last = None if self.last is None else asdict(replace(self.last, files=(), lanes=(), side_files=()))
         delta_time = {"delta_time": self.delta_time} if self._event_seconds else {}
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 
@@ -171,4 +172,6 @@ class StreamCursor:
             lacks = f"{stored.folder}: has no position in a stream ({error})"
             rule = "keep data.stream as it was, or start a new run with train.initial"
             raise CheckpointError(f"{lacks}; {rule}") from error
+        if self.unit is not None:
+            self.unit = replace(self.unit, side_files=find_side_files(self._config.data))
         self.source, self.num_ready, self.is_over = open_source(self._config, self._warn), 0, False

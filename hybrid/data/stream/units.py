@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ from hybrid.data.encode.fitting import (
     has_several_values,
 )
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.input_files import InputFile, expand, list_files, path_parts
+from hybrid.data.parse.input_files import InputFile, expand, find_side_files, list_files, path_parts
+from hybrid.data.parse.side_tables import read_side_tables
 from hybrid.data.parse.sources import RawBlock, Segment, parse, read_segment, split_files
 from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import DataError
@@ -43,6 +45,8 @@ SEGMENT_ROWS, SEGMENT_BYTES = 1 << 14, 4 << 20
 # Rows of Parquet, and bytes of text, that a lane reads at once.
 BLOCK_ROWS, BLOCK_BYTES = 1 << 13, 1 << 20
 _SAMPLED_BLOCKS = 32
+
+_side_tables = lru_cache(maxsize=1)(read_side_tables)  # until a file changes
 
 
 class LanePosition(NamedTuple):
@@ -65,6 +69,13 @@ class StreamUnit:
     lanes: tuple[LanePosition, ...] = ()  # the position of each lane after these steps; empty for the start
     offsets: tuple[int, ...] = ()  # of a Kafka topic: the next offset of each partition after these steps
     is_sampled: bool = False  # whether the scaling of numbers has followed a sample of the unit
+    # The files of each side table, as they were when the unit was found, or when the run resumed.
+    side_files: tuple[tuple[InputFile, ...], ...] = ()
+
+    def layout(self, config: RunConfig) -> Layout:
+        """Return the columns of the unit, with its side tables; unchanged files are read once per process."""
+        layout = stream_layout(config)
+        return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
     def segments(self, layout: Layout) -> list[Segment]:
         """Return the segments of all files, in order."""
@@ -73,6 +84,7 @@ class StreamUnit:
 
 
 def stream_layout(config: RunConfig) -> Layout:
+    """Return the columns of a stream, without its side tables; see :meth:`StreamUnit.layout`."""
     return replace(Layout.of(config.data, config.columns, config.tasks), reads_keys=True)
 
 
@@ -115,7 +127,8 @@ class Files:
                 if found.is_folder and marker and not storage.exists(path / marker):
                     return None
                 files = storage.map_concurrently(InputFile.of, list_files([name], PATH_KEYS[TRAIN]))
-                return StreamUnit(index, name, tuple(files), 0 if last is None else last.number + 1)
+                number = 0 if last is None else last.number + 1
+                return StreamUnit(index, name, tuple(files), number, side_files=find_side_files(data))
         return None
 
     def count_steps(self, unit: StreamUnit) -> int:
@@ -126,7 +139,7 @@ class Files:
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
-        layout = stream_layout(self._config)
+        layout = unit.layout(self._config)
         segments, log = unit.segments(layout), InvalidRowLog(1.0)
         for index in np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int)).tolist():
             for table in islice(read_segment(segments[index], layout, BLOCK_ROWS, BLOCK_BYTES), 1):

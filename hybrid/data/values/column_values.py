@@ -304,3 +304,18 @@ def decode_texts(column: pa.Array) -> pa.Array:
 def decode_dictionary(column: pa.Array) -> pa.Array:
     """Decode the dictionary of a column, if any."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def decode_dictionaries(column: pa.Array) -> pa.Array:
+    """Decode dictionary-encoded values, also in lists, because the dictionaries of blocks differ."""
+    column = decode_dictionary(column)
+    if not is_list(column):
+        return column
+    items = column.type.value_type
+    if pa.types.is_struct(items):  # an id and its weight
+        items = pa.struct([(each.name, _decoded_type(each.type)) for each in items])
+    return column.cast(pa.list_(_decoded_type(items)))
+
+
+def _decoded_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind

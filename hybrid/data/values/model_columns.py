@@ -89,6 +89,12 @@ class ColumnReader:
         self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
+    def values(self, name: str, key: str) -> pa.DictionaryArray:
+        """Return a column with one value per row; reject inexact and too long values."""
+        values = column_values.parse_values(self.flat_column(name, key), self.missing)
+        self._reject_values(values, name)
+        return values.coded
+
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
         """Compute a column of data.sparse; ArrowException if a file column has an unsupported type.
 

@@ -15,8 +15,8 @@ from support.samples import csv_config, prepared, read
 from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
+from hybrid.data.parse.column_check import check_columns
 from hybrid.data.parse.input_files import find_input_files, list_files
-from hybrid.data.parse.sources import check_columns
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError, DataError
 

@@ -14,8 +14,8 @@ import pytest
 from support.samples import located, read, write
 
 from hybrid.config import DataSection, RunConfig
+from hybrid.data.parse.column_check import check_columns
 from hybrid.data.parse.input_files import list_files
-from hybrid.data.parse.sources import check_columns
 from hybrid.data.values import invalid_rows
 from hybrid.errors import ConfigError, DataError
 

@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, write_vocabulary
-from hybrid.data.encode import vocabulary
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, vocabulary_files
-from hybrid.data.encode.vocabulary import Vocabulary, open_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary_file import open_vocabularies, write_vocabularies
+from hybrid.data.values import vocabulary
+from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
 from hybrid.storage.files import compute_checksum
 

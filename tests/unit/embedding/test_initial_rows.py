@@ -16,7 +16,7 @@ from support.stores import sent
 from torch import Tensor
 
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding
-from hybrid.data.encode.vocabulary import Vocabulary
+from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.embedding.initial_rows import fill_random_rows, read_initial_rows
 from hybrid.embedding.stored_matrix import make_absolute, read_shape
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec

@@ -42,6 +42,7 @@ def test_namespace_is_used_if_all_connections_stay_on_loopback(keys: dict[str, A
         {"data": DataSection(cache_folder="s3://bucket/prepared")},
         {"data": DataSection(format="csv", path=("a.csv", "gs://bucket/b.csv"))},
         {"data": DataSection(format="csv", path=("a.csv",), test_path=("abfs://bucket/b.csv",))},
+        {"data": DataSection(path=("a.csv",), joins=("table('s3://bucket/b.csv', key = 'item')",))},
         {"tables": {"item": TableSection(), "user": TableSection(initial="s3://bucket/rows.npy")}},
     ],
     ids=str,

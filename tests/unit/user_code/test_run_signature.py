@@ -135,6 +135,8 @@ def another_value(key: Key) -> str:
         return str(1 + (0 if key.is_list else key.default))
     if key.unsigned:
         return "my:loss"
+    if key.name == "joins":
+        return "table(/etc/passwd, key = 'user')"
     names = key.choices if key.signatures is None else key.signatures.names
     return next(x for x in (*names, "cpu") if key.read(x) != key.default)  # also a path, and a host
 

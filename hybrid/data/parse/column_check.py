@@ -1,0 +1,40 @@
+"""A check of the first files of a run, before its processes start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.input_files import expand, find_side_files, list_files
+from hybrid.data.parse.side_tables import read_side_tables
+from hybrid.data.parse.sources import read_names
+from hybrid.storage import files as storage
+
+
+def check_columns(config: RunConfig) -> None:
+    """Check that the first file of each split has the columns of the configuration; ConfigError if not."""
+    data = config.data
+    if data.format == "synthetic":
+        return
+    layout = Layout.of(data, config.columns, config.tasks)
+    tables = read_side_tables(data, layout.required, find_side_files(data), with_rows=False)
+    layout = replace(layout, side_tables=tables)
+    if data.is_topic:
+        layout.require(layout.data.columns, Path(data.stream_call["topic"]))
+        return
+    for split, paths in data.paths.items():
+        if data.is_stream:  # the first unit may come later
+            found = (path for text in paths for path in expand(text) if storage.exists(path))
+            paths = tuple(map(str, islice(found, 1)))
+            if not paths:
+                continue
+        files = list_files(paths, PATH_KEYS[split]) if paths or split == TRAIN else ()
+        path = next((each for each in files if storage.require_file(each).size), None)
+        if path is None:
+            continue
+        layout = layout if split == TRAIN else layout.without_holdouts
+        read_names(path, layout)
