@@ -28,6 +28,7 @@ class Items:
         ConfigError: the model has no retrieval task.
 
     Attributes:
+        column: the name of the item column.
         vectors_ID: the vector of each item.
     """
 
@@ -35,6 +36,7 @@ class Items:
         config, self._encoder, self._key = model.trained.config, model.trained.encoder, key
         if config.retrieval is None:
             raise ConfigError(key, "needs a run with a task of type retrieval")
+        self.column = config.retrieval.item
         self._ranking = ItemRanking(config, self._encoder.input_spec)
         self.vectors_ID = self._ranking.item_vectors(lambda batch: model.predict(batch).outputs)
 

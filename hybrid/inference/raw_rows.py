@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -141,6 +142,7 @@ class SourceRows:
     with_labels: bool = False  # whether every row must have its labels
     # Blocks of CSV or TSV that replace the content of the only file; None to read the files.
     text: Iterator[bytes] | None = None
+    optional: str = ""  # a column of data.sparse whose input columns the files may lack
     # The numbers of the source rows to use, ascending; None for all rows.
     selection: npt.NDArray[np.int64] | None = None
     layout: Layout = field(init=False)
@@ -149,6 +151,8 @@ class SourceRows:
 
     def __post_init__(self) -> None:
         self.layout = _layout(self.trained, self.files, self.with_labels, self.passthrough)
+        sources = [column.sources for column in self.layout.sparse if column.name == self.optional]
+        self.layout = replace(self.layout, optional=frozenset(chain(*sources)))
         if self.text is not None and self.layout.data.format == "parquet":
             rule = "must name files if data.format is parquet: Parquet cannot be read from a stream"
             raise ConfigError(_INPUT, rule, "-")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 import torch
+from support.choices import write_choices
 from support.commands import ROOT, code_block, output_of, settings
 
 import hybrid
@@ -140,7 +141,7 @@ def history_columns(num_rows: int) -> dict[str, list[Any]]:
 
 
 def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
-    (tmp_path / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
+    (tmp_path / "clicks.toml").write_text(code_block("docs/models.md", "toml", "history"))
     columns = history_columns(400)
     columns["seen"] = ["|".join(seen) for seen in columns["seen"]]
     pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")
@@ -148,3 +149,9 @@ def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     cut = ["--set", "columns.seen.max_ids=3"]
     command = ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"]
     output_of(command, tmp_path)  # fails if results differ
+
+
+def test_retrieval_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
+    (tmp_path / "choices.toml").write_text(code_block("docs/models.md", "toml", "retrieval"))
+    write_choices(tmp_path / "choices.csv")
+    output_of(["compare", "--config", "choices.toml", "--steps", "3"], tmp_path)

@@ -121,7 +121,8 @@ def predict(
         output: a CSV or Parquet file, local or in a store, or standard output.
         keep: columns of the input to write as well.
         module: for a custom training loop, the name of its module; see :class:`CustomModule`.
-        top_k: the number of best items to write for each row of a retrieval task, instead of a score.
+        top_k: the number of best items to write for each row of a retrieval task, instead of a score. The
+            input then needs no item column.
 
     Returns:
         A summary for JSON.
@@ -153,15 +154,17 @@ def predict(
         if name in keep[:index]:
             raise ConfigError(_KEEP, "names a column twice", name)
     passthrough = [(_KEEP, name) for name in keep]
+    item = "" if items is None else items.column  # which a search does not need
     # No progress while rows go to standard output or come from standard input.
     is_quiet = output == STDOUT or STREAM in inputs
     with nullcontext(ignore_progress) if is_quiet else transient_status() as report_progress:
         if not inputs:
             rows = held_out_rows(model.trained, passthrough=passthrough, progress=report_progress)
         elif list(inputs) == [STREAM]:
-            rows = _standard_input(model.trained, passthrough, at_once=output == STDOUT)
+            rows = _standard_input(model.trained, passthrough, item, at_once=output == STDOUT)
         else:
-            rows = SourceRows(model.trained, list_files(inputs, _GIVEN), passthrough, report_progress)
+            files = list_files(inputs, _GIVEN)
+            rows = SourceRows(model.trained, files, passthrough, report_progress, optional=item)
         with prediction_file(output) as write:
             for block in rows.blocks():
                 columns = predicted(block.batch)
@@ -175,12 +178,12 @@ def predict(
 
 
 def _standard_input(
-    trained: TrainedRun, passthrough: Sequence[tuple[str, str]], *, at_once: bool
+    trained: TrainedRun, passthrough: Sequence[tuple[str, str]], item: str, *, at_once: bool
 ) -> SourceRows:
     """Return the rows of standard input; with ``at_once``, rows are not collected into full blocks."""
     descriptor = 0
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
-    rows = SourceRows(trained, (STDIN,), passthrough, text=text)
+    rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
     if os.isatty(descriptor):
         layout = rows.layout
         names = ", ".join(layout.required)

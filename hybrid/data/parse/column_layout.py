@@ -61,6 +61,7 @@ class Layout:
     passthrough: tuple[tuple[str, str], ...] = ()
     reads_keys: bool = False  # whether columns of integers for growing tables are read as keys, not as texts
     side_tables: tuple[SideTable, ...] = ()  # those of data.joins, once they are read
+    optional: frozenset[str] = frozenset()  # columns that a file may lack; all their values are then missing
 
     @classmethod
     def of(
@@ -135,7 +136,7 @@ class Layout:
                 if name in known:
                     rule = f"{path} and {joined[name]} both have this column; rename one of the two"
                     raise ConfigError(JOINS, rule, name)
-            elif name not in known:
+            elif name not in known and name not in self.optional:
                 nearest = most_similar(name, [*known, *joined])
                 columns = ", ".join(map(format_value, [*known, *joined][:_MAX_SHOWN]))
                 hint = f"did you mean {format_value(nearest)}?" if nearest else f"it has {columns}"

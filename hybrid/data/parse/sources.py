@@ -219,7 +219,8 @@ def parse(
     Args:
         first_row: index of the first row of ``table`` over the rows of all files.
     """
-    columns = all_columns(path, table)
+    optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
+    columns = optional | all_columns(path, table)
     reader = ColumnReader(columns, table.lines, layout.data.missing, layout.reads_keys)
     try:
         for side_table in layout.side_tables:

@@ -90,6 +90,16 @@ def test_top_k_are_the_items_with_the_highest_scores(name: str, folder: Path, tm
     assert np.array(found["scores"], np.float64) == pytest.approx(best.values.numpy(), abs=1e-6)
 
 
+def test_search_needs_no_item_column(folder: Path, tmp_path: Path) -> None:
+    rows = [line.split(",") for line in (folder / "new.csv").read_text().splitlines()]
+    (tmp_path / "users.csv").write_text("".join(",".join(row[:3]) + "\n" for row in rows))
+    for name, new in (("with", folder / "new.csv"), ("without", tmp_path / "users.csv")):
+        predict(folder / "run", [str(new)], tmp_path / name, ["user"], top_k=4)
+    assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
+    with pytest.raises(ConfigError, match=r"^data\.sparse = 'item'"):
+        predict(folder / "run", [str(tmp_path / "users.csv")], tmp_path / "scores")
+
+
 def test_exported_items_are_the_vectors_of_all_items(folder: Path, tmp_path: Path) -> None:
     export_run(folder / "run", tmp_path / "export", ["items"], None)
     table = pq.read_table(tmp_path / "export/items.parquet")
