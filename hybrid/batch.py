@@ -16,6 +16,7 @@ R      rows of a table, or of several tables in one tensor
 U      distinct rows
 V      U + 1: bounds of the ids of each distinct row
 S      shards
+I      items: rows of the table of an item column
 G      groups of samples
 T      tasks; in sequence models, positions
 O      outputs of the dense net: one per task, or one per class of a task

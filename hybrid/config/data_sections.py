@@ -195,14 +195,14 @@ class DataSection:
     )
     stream: str = option(
         "none",
-        "`files` trains on the files as they are, without preparation, once and in order. Each match of path "
-        "is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
+        "`files` trains on the files as they are, without preparation, once and in order. Each match of "
+        "path is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
         "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`. "
         "`scaling_momentum` is the weight of each new unit in the moments that scale numbers; with 0, they "
-        "are those of the first unit. `kafka` trains on the messages of a topic, one CSV line each, and ends "
-        "after `wait_hours` without a step; `properties` is a file of librdkafka properties, such as those "
-        "for TLS, on each host. `time` is the column of event times (checkpoint.deltas); by default, kafka "
-        "takes the timestamps of messages.",
+        "are those of the first unit. `kafka` trains on the messages of a topic, one CSV line each, from "
+        "`start` (earliest or latest) on, and ends after `wait_hours` without a step; `properties` is a "
+        "file of librdkafka properties, such as those for TLS, on each host. `time` is the column of event "
+        "times (checkpoint.deltas); by default, kafka takes the timestamps of messages.",
         signatures=STREAM_CALLS,
         is_name_fixed=True,
         prepares=False,

@@ -45,7 +45,7 @@ class WorkerTables(TableSource, GuardedModule, Protocol):
 class PlacedTables:
     """The tables of a module, on their workers."""
 
-    number: int  # index among the modules that the script has distributed
+    module_index: int  # index among the modules that the script has distributed
     placement: Placement  # the worker of each row
     rules: UpdateRules
     workers: Mapping[int, WorkerTables]  # the tables of each worker that holds rows
@@ -98,8 +98,8 @@ class Backend:
         """Write a checkpoint of a module and its tables.
 
         Args:
-            number: see :class:`PlacedTables`.
-            manifest: without the list of files.
+            number: see ``module_index`` of :class:`PlacedTables`.
+            manifest: the manifest of the checkpoint, without its list of files.
             dense: the module as :func:`pack_dense` returns it. Only trainer 0's copy is written.
 
         Raises:
@@ -124,7 +124,7 @@ _CONFIGURED = "is for configured runs only; leave it out"
 
 
 def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
-    """Return how gradients become updates in a custom loop.
+    """Return the update rules of a custom loop.
 
     Raises:
         ConfigError: a key does not apply to custom loops.

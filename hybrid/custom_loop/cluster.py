@@ -119,7 +119,7 @@ class Cluster:
         Raises:
             ConfigError: the configuration has no stream.
             DataError: there are no rows, or they cannot be read.
-            RuntimeError: :meth:`resume` was called before, which continues at a position in the stream.
+            RuntimeError: the script has already called :meth:`resume`.
         """
         if self._root is not None:
             raise RuntimeError("call cluster.stream() before cluster.resume(...)")
@@ -248,7 +248,7 @@ class Cluster:
         self._require_loop().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
-        """Return the mean of all trainers' values, of any shape; NaN if there are none.
+        """Return the mean of the values, of any shape, of all trainers; NaN without values.
 
         Repeated samples of :meth:`batches` are left out if ``values`` has one entry per sample of the last
         batch, or of all batches of the pass.
@@ -325,7 +325,7 @@ class Cluster:
         evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. A checkpoint that cannot be
         written causes a warning, except at the end. The last ``checkpoint.keep_last`` checkpoints are kept.
         :meth:`batches` skips the batches before the checkpoint, so the result of a restarted script is
-        bit-identical to that of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
+        bit-identical to that of an undisturbed run. ``hybrid run`` restarts the script if a role is lost.
 
         Args:
             folder: on storage that all hosts share.
@@ -481,12 +481,12 @@ class Cluster:
         if self._stream is not None:
             progress |= self._stream.progress(loop.step)
         manifest = Manifest(loop.step, 0, loop.placed.placement.shapes, progress=progress)
-        self._backend.save(loop.placed.number, folder, manifest, dense)
+        self._backend.save(loop.placed.module_index, folder, manifest, dense)
 
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
 
-        A pass over training batches ends: the script must leave it.
+        The script must leave a loop over training batches after this call.
 
         Args:
             objects: the same objects as for :meth:`save`, in the same order, or none.
@@ -518,7 +518,7 @@ class Cluster:
         if self._stream is not None:
             self._stream.pause(loop.step)
         progress = load_progress(loop.model.net, objects, stored)
-        self._backend.load(loop.placed.number, stored)
+        self._backend.load(loop.placed.module_index, stored)
         loop.continue_from(stored.manifest.step)
         return progress
 
@@ -570,7 +570,7 @@ class Distributed(nn.Module):
         self._loop = loop
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Call the module: under DDP while gradients are enabled."""
+        """Call the module. While gradients are enabled, the call goes through DDP."""
         inputs = args[0] if len(args) == 1 and not keywords else None
         module = self._loop.module_to_call(inputs) if torch.is_grad_enabled() else self.module
         return module(*args, **keywords)

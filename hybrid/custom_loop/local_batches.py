@@ -52,7 +52,7 @@ class PassSizes:
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Remove the padding from per-sample values of the last slice, or of all slices of the pass."""
+        """Remove the padding from values whose number is that of the last slice or of the whole pass."""
         for slices in (self.sizes[-1:], self.sizes) if self.is_padded and values.dim() else ():
             sizes, padded_sizes = zip(*slices, strict=True)
             if len(values) == sum(padded_sizes):
@@ -287,14 +287,14 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``, or of batches if it is a sequence; -1 if unknown."""
+    """Return the number of samples in ``data``; for a sequence of batches, their number; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
 
 
 def division(data: Any, size: int | None, drop_last: bool) -> tuple[int, int]:
-    """Return the number of full batches, and the size of a smaller last batch; zeros if unknown."""
+    """Return the number of full batches, and the size of the smaller last batch or 0. Unknown is (0, 0)."""
     if isinstance(data, DataLoader) and size is None:
         size, drop_last = data.batch_size, data.drop_last
     elif isinstance(data, PreparedData):
@@ -305,7 +305,7 @@ def division(data: Any, size: int | None, drop_last: bool) -> tuple[int, int]:
 
 
 def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
-    """Cut batch number ``num_steps`` to ``size`` samples: ``hybrid compare`` tries this size, too."""
+    """Cut batch ``num_steps`` to ``size`` samples, so that ``hybrid compare`` also tries a small batch."""
     for number, batch in enumerate(batches, 1):
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 

@@ -85,7 +85,7 @@ class PassHistory:
         self._has_stream = False  # whether the script has read from a stream
 
     def begin_stream(self) -> None:
-        """End the current pass; further steps are of a stream, whose position is not that of a pass."""
+        """End the current pass. Further steps belong to a stream, which records its own position."""
         self.end_pass()
         self._has_stream, self.is_recorded = True, False
 
@@ -96,7 +96,7 @@ class PassHistory:
         self.now = LoopProgress(epoch, first, first, start=self.now.start)
 
     def begin_pass(self, data: Any) -> bool:
-        """Begin a pass after the samples that precede the checkpoint; return False if all of them do.
+        """Begin a pass after its samples that precede the checkpoint. Return False if no samples are left.
 
         Raises:
             RuntimeError: the script has read from a stream.
@@ -125,7 +125,7 @@ class PassHistory:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the script, between two passes, precedes the checkpoint from which it resumes."""
+        """Whether the script is between two passes, and repeats calls that precede its checkpoint."""
         is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
         return is_before and self.before != LoopProgress()
 
@@ -147,7 +147,7 @@ class PassHistory:
         done.append(length)
 
     def resume(self, before: LoopProgress, source: str) -> None:
-        """Continue from the progress ``before``; warn if this script starts differently than its writer."""
+        """Continue from the progress ``before``. Warn if this script differs from the one that wrote it."""
         self.before = before
         names = sorted(before.start.keys() | self.now.start.keys())
         pairs = [(name, before.start.get(name), self.now.start.get(name)) for name in names]
@@ -161,7 +161,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return the values that should be equal when a script resumes, before its first step."""
+    """Return the settings before the first step that a resumed script should share with the original one."""
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
         state: dict[str, Any] = each.state_dict()

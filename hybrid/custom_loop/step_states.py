@@ -41,7 +41,7 @@ class StepCall(NamedTuple):
         """Return the state after the call.
 
         Args:
-            step: the step that is being taken, for the error message.
+            step: number of the current step, for the error message.
 
         Raises:
             RuntimeError: the state does not permit the call.

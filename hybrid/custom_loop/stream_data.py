@@ -113,7 +113,7 @@ class StreamData(EncodedData):
             yield LocalBatch(values, size, batch.global_size, tables)
 
     def end_part(self, step: int) -> None:
-        """Count the steps until ``step``, after all of :meth:`slices`; end the unit if it has no further."""
+        """Count the steps until ``step``, after the last slice. End the unit if it has no further steps."""
         self._advance(step)
         if self._cursor.num_ready:  # the rows of the unit have ended earlier
             self._end_unit()

@@ -160,8 +160,8 @@ class GroupedOrder:
 class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
     """Batches that a thread reads, at most ``depth`` ahead of the consumer.
 
-    An error in the thread is raised by ``next``. ``close`` ends the thread at once. The thread closes the
-    generator.
+    ``next`` raises an error of the thread. ``close`` ends the thread without reading further batches. The
+    thread closes the generator.
 
     Args:
         is_over: set by ``close``, for a generator that waits.

@@ -117,7 +117,7 @@ def _arguments(
     common: Mapping[str, object],
     like: Tensor,
 ) -> dict[str, object]:
-    """Return options as keyword arguments of ``cls``, which takes them with the ``common`` ones."""
+    """Return options as keyword arguments of ``cls``; ``common`` are further arguments of its constructor."""
     try:
         values = tomllib.loads("\n".join(options))
     except tomllib.TOMLDecodeError as error:

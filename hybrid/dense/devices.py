@@ -58,7 +58,7 @@ def choose_backend(devices: Sequence[str]) -> str:
     """Return the backend of the trainers' process group.
 
     NCCL reduces tensors on GPUs, the gradients and parameters of the dense net, if each trainer has its own
-    GPU. Gloo reduces tensors on CPUs, and all if trainers share a GPU or one computes on a CPU.
+    GPU. Gloo reduces tensors on CPUs. If trainers share a GPU or one uses a CPU, Gloo reduces all.
 
     Args:
         devices: the :func:`device_id` of each trainer's first device.

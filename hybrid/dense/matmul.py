@@ -53,7 +53,7 @@ def prefers_onednn() -> bool:
     """Return whether oneDNN multiplies float32 matrices faster than torch's own products on this machine.
 
     It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The answer depends on the processor
-    alone, so that a resumed run has the bits of an undisturbed one.
+    alone, so that a resumed run is bit-identical to an undisturbed one.
     """
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False

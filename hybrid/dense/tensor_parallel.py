@@ -307,7 +307,7 @@ class SharedStage(nn.Module):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the output for the local rows of ``inputs``; ValueError if numbers of rows differ."""
+        """Return the output for the local rows; ValueError if ``inputs`` differ in their number of rows."""
         rows, is_differentiable = _agree(inputs, self._group)
         # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
         # ranks need the same graph. A slice without samples has no lookup, and its input requires no

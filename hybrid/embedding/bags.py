@@ -79,7 +79,7 @@ def ids_dtype(num_rows: int) -> torch.dtype:
 
 
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Return one vector per bag, (bags, D), zeros for an empty bag; and the bags with ``winners_BD``.
+    """Return one vector per bag, (bags, D), and the bags with ``winners_BD``. An empty bag gives zeros.
 
     The rows may change before the backward pass, which needs the winners of max pooling.
     """
@@ -105,7 +105,7 @@ def pool_widened(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
 
 
 def concatenate(parts: list[Bags]) -> Bags:
-    """Concatenate bags with equal pooling and id type; all have offsets, or none has."""
+    """Concatenate bags with equal pooling and id type. Either all of them have offsets, or none has."""
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])

@@ -134,7 +134,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function from the keys of a block to rows of the shard ``index``; -1 for other shards."""
+    """Return a function that maps the keys of a block to rows of shard ``index``, or -1 for other shards."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)

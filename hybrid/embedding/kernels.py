@@ -82,11 +82,11 @@ def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Calla
 
 @compiled("int64(int64[::1], int64[::1], int64[::1])")
 def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
-    """Return the position of the first id that is no row of its feature's table; -1 if all are valid.
+    """Return the index of the first id without a row in the table of its feature; -1 if all are valid.
 
     Args:
         ends_K: where the ids of each feature end.
-        num_rows_K: 0 for a growing table, in which any id is valid.
+        num_rows_K: rows of each feature's table; 0 for a growing table, in which any id is valid.
     """
     start = 0
     for k in range(len(ends_K)):

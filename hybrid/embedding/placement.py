@@ -83,10 +83,10 @@ class ShardGroup:
 
 
 class Location(NamedTuple):
-    """Location of a shard: it starts at row ``start`` of group ``number`` on a worker."""
+    """The location of a shard, which starts at row ``start`` of group ``group_number`` of a worker."""
 
     worker: int
-    number: int
+    group_number: int
     group: ShardGroup
     shard: Shard
     start: int

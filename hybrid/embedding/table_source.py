@@ -38,6 +38,6 @@ class TableSource(Protocol):
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            following: a lookup in the same message; its vectors are the result. With it, gradients that
-                complete an update are applied in this call; see :meth:`UpdateBarrier.contribute`.
+            following: a lookup in the same message, whose vectors are the result. If given, this call
+                applies an update that the gradients complete; see :meth:`UpdateBarrier.contribute`.
         """

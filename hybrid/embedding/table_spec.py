@@ -123,7 +123,7 @@ class TableSpec:
 
     @property
     def expected_rows(self) -> int:
-        """Number of rows; for a growing table ``max_rows``, which is 0 without a limit."""
+        """Number of rows. For a growing table, the limit ``max_rows``, or 0 without a limit."""
         return self.growth.max_rows if self.growth else self.num_rows
 
     @property

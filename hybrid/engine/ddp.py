@@ -163,10 +163,10 @@ class DdpModel:
         shared_reduce: sums gradients instead of the process group, where trainers share memory.
 
     Attributes:
-        module: what to call.
+        module: the module to call, perhaps wrapped in DDP.
         net: the local net, with the parameter names that it has without DDP.
         gradients: by parameter, once the last micro-batch of a step is collected.
-        shared_reduce, group_reduce: what sums over trainers; both None for a trainer alone.
+        shared_reduce, group_reduce: one of them sums over trainers. Both are None for a single trainer.
         accumulated: the gradients of the earlier micro-batches of the step, by parameter.
 
     Raises:
@@ -208,7 +208,7 @@ class DdpModel:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow_parameters(self) -> nn.Module:
-        """Return what to call; under ``OUTSIDE``, wrap the model again if other parameters are trained now.
+        """Return the module to call. Under ``OUTSIDE``, wrap it again if other parameters are now trained.
 
         All trainers call it together. DDP then copies the parameters of trainer 0 to the others.
 
@@ -293,7 +293,7 @@ class DdpModel:
             self._model.raise_of_backward()
 
     def first_not_finite(self) -> str:
-        """Return the first non-finite tensors of the last forward pass, as a clause, or nothing."""
+        """Return a clause that names the first non-finite tensors of the last forward pass; empty if none."""
         is_whole = not self._placement.layouts
         return "" if self._model is None else self._model.first_not_finite(is_whole=is_whole)
 

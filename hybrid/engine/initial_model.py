@@ -176,7 +176,7 @@ class InitialModel:
         )
 
     def _warn_of_missing(self, run: str) -> None:
-        """Warn of tables that the run does not have, and of its tables that no table reads."""
+        """Warn of tables that the other run does not have, and of its tables that this run does not read."""
         missing = [each.name for each in self.tables if not (each.initial or self._section(each).initial)]
         unread = sorted(self._opened[run][1].keys() - {each.initial_table for each in self.tables})
         if missing:
@@ -220,7 +220,7 @@ def _remedy(table: TableSpec) -> str:
 
 
 def _describe(encoding: SparseEncoding) -> str:
-    """Return what must be equal for the rows of two columns to be comparable."""
+    """Return the part of an encoding that two columns must share, so that their rows are comparable."""
     kinds = {
         "build": "values",
         "hash": f"hashes into {encoding.num_rows:,} rows",
@@ -232,7 +232,7 @@ def _describe(encoding: SparseEncoding) -> str:
 
 
 def _check_order(key: str, run: str, before: Sequence[str], now: Sequence[str]) -> None:
-    """Raise ConfigError if a name has another position, by which dense nets know it."""
+    """Raise ConfigError if a name has another position: dense nets know inputs and outputs by position."""
     for name in now:
         if name in before and before.index(name) != now.index(name):
             rule = f"has {name} at another position than {run}, whose dense nets depend on the order"

@@ -86,7 +86,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
 
 
 def _pooling(config: RunConfig, feature: FeatureSpec, of_table: Pooling) -> Pooling:
-    """Return the pooling of a feature; raise ConfigError if weighted ids rule it out."""
+    """Return the pooling of a feature; raise ConfigError if it does not support weighted ids."""
     own = config.columns.get(feature.name, ColumnSection()).pooling
     if own == UNPOOLED:
         return of_table  # which a sequence does not use

@@ -35,11 +35,11 @@ from hybrid.primitives.grouping import ranking_weights
 def pairwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the logistic loss of pairs with different labels in one group.
+    """Return the logistic loss of the pairs of samples that are in the same group and have different labels.
 
     Args:
-        scores: (samples,), descending in the predicted order.
-        labels: (samples,), descending in the ideal order.
+        scores: (samples,), in any order. A higher score predicts a better rank.
+        labels: (samples,), in the order of ``scores``. A higher label is better.
         groups: (samples,), equal for samples of one group.
         weights: (samples,), not negative; None for ones.
 

@@ -111,7 +111,7 @@ class StepEngine(Generic[AnySamples]):
     def steps(
         self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
     ) -> Iterator[StepInput[AnySamples]]:
-        """Yield the inputs of the next steps; the caller takes each step before it asks for the next.
+        """Yield the inputs of each step. The caller must complete a step before it requests the next one.
 
         Args:
             before_step: called before each step, while no step is being taken.
@@ -149,7 +149,7 @@ class StepEngine(Generic[AnySamples]):
             loss: this trainer's summand of the mean loss of the global batch.
 
         Raises:
-            NonFiniteError: the loss is not finite, and such a run must stop.
+            NonFiniteError: the loss is not finite, and the run must then stop (``train.non_finite``).
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
         self._micro = None

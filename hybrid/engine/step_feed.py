@@ -55,14 +55,14 @@ class StepInput(NamedTuple, Generic[AnySamples]):
 
 
 class Feed(Iterator[StepInput[AnySamples]]):
-    """An iterator over the steps of one trainer, which must end each step before the next one.
+    """An iterator over the steps of one trainer. The caller calls :meth:`end_step` before the next step.
 
     Args:
         hosted: the workers that expect gradients for their tables.
         clock: measures the time spent here, and records the start of each step.
 
     Attributes:
-        step: the step that is being taken, or the next one: the number of steps taken.
+        step: number of completed steps, which is also the index of the current or next step.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def flush(self) -> None:
         """Wait until the workers have the gradients of all steps taken.
 
-        During a step, nothing waits for a message with gradients that carries no lookup.
+        Only this method waits for messages that carry gradients but no lookup.
         """
         pending = [*self._prefetched] if self._current is None else [self._current, *self._prefetched]
         # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.
@@ -113,7 +113,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._embeddings.flush()
 
     def has_next(self) -> bool:
-        """Whether there is a further step; reads its batch."""
+        """Whether there is a further step. The call reads the batch of this step."""
         num_ahead = _LOOK_AHEAD if self._should_prefetch else 1
         while len(self._prefetched) < num_ahead and (batch := self._read()) is not None:
             self._prefetched.append(self._step_of(batch, self.step + len(self._prefetched)))
@@ -130,15 +130,15 @@ class Feed(Iterator[StepInput[AnySamples]]):
         return current
 
     def end_step(self) -> None:
-        """Count the step that is being taken as taken."""
+        """Complete the current step."""
         self.step += 1
         self._current = None
 
     def start(self, micro: MicroBatch[AnySamples], after: Lookup | None = None) -> MicroBatch[AnySamples]:
-        """Return a micro-batch with its lookup; one that has a lookup stays as it is.
+        """Return a micro-batch with its lookup. If it already has one, return it unchanged.
 
         Args:
-            after: an earlier lookup, whose gradients will carry this one; by default, it is sent now.
+            after: an earlier lookup, whose gradients carry the new lookup. None sends the new lookup now.
         """
         if micro.lookup is not None:
             return micro

@@ -32,7 +32,7 @@ _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or
 
 
 class GuardedModule(Protocol):
-    """A hosted module that waits for the decision about a step, or its stub."""
+    """A hosted module that waits for the decision about a step, or a stub of such a module."""
 
     def squared_norm(self, step: int) -> PendingResult[float]:
         """See :meth:`UpdateBarrier.squared_norm`."""
@@ -57,7 +57,7 @@ class Guard:
         self._sent: list[PendingResult[None]] = []
 
     def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
-        """Raise NonFiniteError for a non-finite loss, if such a run must stop.
+        """Raise NonFiniteError for a non-finite loss, if ``train.non_finite`` stops the run.
 
         Args:
             find: returns a clause on the first non-finite tensor, or nothing.
@@ -80,7 +80,7 @@ class Guard:
             find: returns a parameter with a non-finite gradient, if there is one.
 
         Raises:
-            NonFiniteError: a gradient is not finite, and such a run must stop.
+            NonFiniteError: a gradient is not finite, and ``train.non_finite`` stops the run.
         """
         if self._rules.check_finite and not math.isfinite(squared_norm):
             name = find()

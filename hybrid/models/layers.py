@@ -22,7 +22,7 @@ def output_mlp(widths: Sequence[int], num_outputs: int = 1) -> nn.Sequential:
 
 
 def pad_histories(values_LD: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad the vectors of all samples, which an embedding returns for a ``hybrid.Jagged`` of ids.
+    """Pad histories to one length; an embedding returns their vectors for a ``hybrid.Jagged`` of ids.
 
     Args:
         values_LD: the vectors of sample b are ``values_LD[offsets[b] : offsets[b + 1]]``.

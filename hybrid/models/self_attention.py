@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
 
     Args:
         dim: D, the width of the item vectors.
-        longest: T of the longest possible history.
+        longest: the largest T, the number of items of the longest possible history.
     """
 
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 1) -> None:

@@ -102,7 +102,7 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
 
 
 def log_frequency(counts_I: Tensor) -> Tensor:
-    """Return the logarithms of the frequencies of items from their counts; 0 counts as 1."""
+    """Return the logarithms of the frequencies of items, given their counts. A count of 0 is read as 1."""
     return torch.log(counts_I.clamp(min=1) / counts_I.sum())
 
 

@@ -55,8 +55,8 @@ class UpdateBarrier(Generic[Contribution]):
         merge: called with the step of an update, and its contributions in the order of trainers and lookups.
             The same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
-        prepare_step: called with the next step after each update, when the lookups that waited for the update
-            have run.
+        prepare_step: called with the number of the next step, after an update and the lookups that waited
+            for the update.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetch replaces a waiting lookup of the same trainer, step and index, which then fails: the
-        trainer has abandoned the batch of that lookup.
+        A prefetch replaces a waiting lookup of the same trainer, step and index. The replaced lookup fails,
+        since the trainer has abandoned its batch.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -119,11 +119,11 @@ class UpdateBarrier(Generic[Contribution]):
     def contribute(
         self, ticket: Ticket, contribution: Contribution, *, should_update_here: bool = False
     ) -> None:
-        """Add a trainer's gradients of a step. By default, another thread applies the update.
+        """Add a trainer's gradients of a step. Another thread applies the update unless the caller does.
 
         Args:
-            should_update_here: whether this thread applies the update if these gradients complete it, unless
-                trainers decide about steps. Waking another thread costs more than a small update.
+            should_update_here: whether this thread applies an update that these gradients complete. Ignored
+                with ``has_update_guard``. Waking another thread costs more than a small update.
 
         Raises:
             ClusterError: the barrier has failed, the trainer has finished, or it has already sent these
@@ -230,7 +230,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
-        """Apply an update, and run the lookups that waited for it, large ones after the first in threads."""
+        """Apply an update, then run its waiting lookups. This thread runs the first and all small ones."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)

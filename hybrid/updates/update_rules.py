@@ -56,7 +56,7 @@ class Schedule:
         return cls(section, end)
 
     def factor(self, step: int) -> float:
-        """Return the factor at ``step``, counted from 0; after the end, the last factor."""
+        """Return the factor at ``step`` (from 0). After the end of the schedule, return its last factor."""
         section = self.section
         call = self.section.call
         if call.name == "one_cycle":

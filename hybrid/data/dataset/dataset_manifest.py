@@ -94,7 +94,7 @@ class DataManifest:
 
     @classmethod
     def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
-        """Read a manifest or a copy; DataError if it is invalid, or of another version (advice: ``rule``)."""
+        """Read a manifest. DataError, with the advice ``rule``, if it is invalid or of another version."""
         try:
             content = parse_json(read_bytes(path))
             if content.pop("format") != FORMAT_VERSION:

@@ -56,8 +56,8 @@ class Moments(NamedTuple):
     ) -> Moments:
         """Return the mean of these moments, with ``weight``, and of those of an earlier scaling.
 
-        Ranges are united. A column without numbers keeps the earlier scaling. A column that was missing or
-        constant until now takes these moments.
+        The new range covers both ranges. A column without numbers keeps the earlier scaling. A column that
+        was missing or constant in the earlier scaling takes these moments.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T

@@ -84,7 +84,7 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 
 
 def parse_lines(text: bytes, layout: Layout) -> TableBlock:
-    """Return the required columns of lines without a header, each of which is one row for itself."""
+    """Return the required columns of lines without a header. Each line is parsed as a separate row."""
     parser = _Parser(layout.data.columns, layout, joins_lines=False)
     return parser.parse(_Lines(_normalize(text, layout), 1, 0))
 
@@ -420,7 +420,7 @@ def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[by
     """Yield the bytes of a pipe, a terminal or a file to its end, at most ``size`` at a time.
 
     Args:
-        at_once: whether to yield bytes as soon as they arrive, instead of waiting for ``size`` bytes.
+        at_once: whether to yield bytes as soon as they arrive; otherwise wait for ``size`` bytes.
     """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

@@ -92,7 +92,7 @@ def path_columns(path: StoragePath) -> dict[str, str | None]:
 
 
 def path_parts(path: StoragePath) -> list[str]:
-    """Return the names of the folders and the file of a path, by which paths are sorted."""
+    """Split a path into the names of its folders and its file. This list is the sort key of the path."""
     return path.key.split("/") if isinstance(path, RemotePath) else [*path.parts]
 
 

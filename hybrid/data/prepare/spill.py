@@ -50,7 +50,7 @@ def piece_folder(segment: Path, piece: int) -> Path:
 
 
 def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
-    """Write consecutive blocks as a piece; ``first_row`` is the first of the ``source_rows_B``."""
+    """Write consecutive blocks as a piece; ``first_row`` is the first of its ``source_rows_B``."""
     folder.mkdir()
     columns = [_encode_column(column) for column in zip(*(block.sparse for block in blocks), strict=True)]
     is_float32 = all(

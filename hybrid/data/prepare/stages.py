@@ -229,7 +229,7 @@ def index_values(encoding: SparseEncoding, num_threads: int) -> None:
 
 
 def _require_memory(num_bytes: int, names: Iterable[str], num_threads: int) -> None:
-    """Raise a DataError if the free memory is less: the system may kill a process that takes more."""
+    """Raise DataError if less memory is free. Without this check, the system might kill the process."""
     if num_bytes * num_threads > available_memory_bytes():
         gib = num_bytes * num_threads / 2**30
         rule = "set data.vocabulary = hash or grow, which keep no values, or add memory"

@@ -132,7 +132,7 @@ class Topic:
             raise ConfigError("train.batch_size", rule, size)
 
     def find(self, last: StreamUnit | None) -> StreamUnit:
-        """Return the topic, positioned at ``start``; or after ``last``, if it ended for lack of rows."""
+        """Return the topic where a new run starts, or where the unit ``last`` ended for lack of rows."""
         is_latest = self._config.data.stream_call["start"] == "latest"
         edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
         offsets = () if last else tuple(self._edges(edge, self._count_partitions()))

@@ -43,9 +43,9 @@ class StreamCursor:
         last: the unit before ``unit``.
         num_ready: the number of further steps of ``unit`` for which all rows are there.
         is_waiting: whether the run has waited so long for rows that the wait was reported.
-        is_over: whether the run has waited in vain.
+        is_over: whether the wait for further rows has ended without rows.
         bad_rows: the invalid rows so far.
-        delta_time: the event time that makes the next delta due; infinite without ``event_seconds``.
+        delta_time: event time from which the next delta is due; infinite without ``event_seconds``.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StreamCursor:
         self._search_at = 0.0  # when the source is searched again
 
     def has_rows(self) -> bool:
-        """Return whether there are rows for the next step; else wait for a moment, or note the end.
+        """Return whether there are rows for the next step. If not, wait briefly, or set ``is_over``.
 
         Raises:
             DataError: a unit cannot be read.

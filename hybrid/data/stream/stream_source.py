@@ -30,10 +30,10 @@ class Source(Protocol):
         """Yield some rows of a unit, from its start; DataError if it is missing, or has no step."""
 
     def wait_hours(self, last: StreamUnit | None) -> float:
-        """Return how long the stream waits."""
+        """Return the hours that the stream waits for its next rows before it ends or fails."""
 
     def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
-        """Return a warning of the rows of ``unit`` that are left; DataError if the stream must not end."""
+        """Return a warning about unread rows of ``unit``; DataError if the stream must not end there."""
 
 
 def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:

@@ -187,7 +187,7 @@ def follow_blocks(config: RunConfig, encoder: FeatureEncoder, blocks: Iterable[R
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
-    """Return ``encoder`` with the fitted scaling of the columns of ``before``, so that a model can go on."""
+    """Return ``encoder`` with the fitted scaling of ``before``, for a model trained with ``before``."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
         known.get((each.name, each.transform), each) if column.scaling in FITTED_SCALINGS else each

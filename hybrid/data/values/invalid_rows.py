@@ -160,7 +160,7 @@ class InvalidRowLog:
         return self.report()
 
     def report(self) -> InvalidRowReport:
-        """Return the report of the rows so far, however many are invalid."""
+        """Return the report of the rows so far; raise no error, even if many are invalid."""
         return InvalidRowReport(
             {str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples)
         )

@@ -27,7 +27,7 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import AddressKey, Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.lookup import Lookup, Outbox, contiguous_copy
+from hybrid.embedding.trainer.lookup import Lookup, TableSources, contiguous_copy
 from hybrid.embedding.trainer.routes import (
     AddressSpace,
     Assembler,
@@ -56,7 +56,7 @@ class Embeddings:
     """The trainer's side of all tables of a model.
 
     Args:
-        device: that of the dense net.
+        device: the device of the dense net.
     """
 
     def __init__(
@@ -75,24 +75,24 @@ class Embeddings:
         self._width = sum(t.width for t in self._tables)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
-        self._outbox = Outbox(sources, clock or StepClock())
+        self._sources = TableSources(sources, clock or StepClock())
         self._device = device
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, list[slice] | None]]] = {}
 
     def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        """Start the lookup of a batch, and do not wait.
+        """Start the lookup of a batch without waiting for the vectors.
 
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            after: a prefetched lookup of an earlier step. The requests are sent together with its gradients.
-                None sends the requests now.
+            after: a prefetched lookup of an earlier step, whose gradients carry these requests. None sends
+                the requests now.
 
         Raises:
             DataError: an id is not a row of its table.
         """
-        items: Items = {worker: [] for worker in self._outbox.sources}
-        with self._outbox.clock.span("ids"):
+        items: Items = {worker: [] for worker in self._sources.by_worker}
+        with self._sources.clock.span("ids"):
             ids = BatchIds(sparse)
             self._check(sparse, ids)
             routes = [(route.start(ids, items), columns) for route, columns in self._routes_for(sparse, ids)]
@@ -100,18 +100,18 @@ class Embeddings:
         first, columns = routes[0]
         if self._device.type == "cpu" or not isinstance(first, DistinctRows) or columns is not None:
             layout = ConcatenatedFeatures(routes, self._width, lengths)
-            return Lookup(ticket, items, layout, self._outbox).start(after)
-        lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self._outbox).start(after)
+            return Lookup(ticket, items, layout, self._sources).start(after)
+        lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self._sources).start(after)
         lookup.ranks_BF = to_device(first.ranks().view(first.shape_BFD[:2]), self._device)
         return lookup
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Return the lookup of an empty slice, which sends no request."""
-        return Lookup(ticket, {}, ConcatenatedFeatures((), self._width), self._outbox).start(after)
+        return Lookup(ticket, {}, ConcatenatedFeatures((), self._width), self._sources).start(after)
 
     def flush(self) -> None:
         """Wait until all sent gradients have arrived."""
-        self._outbox.flush()
+        self._sources.flush()
 
     def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
         """Return the routes of a batch, each with its columns; see :class:`ConcatenatedFeatures`."""
@@ -217,7 +217,7 @@ def make_routes(
     for k in bag_features:
         table = tables[k]
         by_workers = tables[k].name not in placement.pooled_by_trainers
-        groups = tuple((at.worker, at.number) for at in of_table[table.name])
+        groups = tuple((at.worker, at.group_number) for at in of_table[table.name])
         bags[by_workers, groups if by_workers else table.address_key, table.pooling, k in weighted].append(k)
 
     def with_locations(features: list[int]) -> tuple[tuple[int, ...], Locations]:
@@ -253,7 +253,7 @@ class ModuleTables:
         self._tables = {table.name: table for table in tables}
         self._locations = placement.locations()
         self._pooled_by_trainers = frozenset(placement.pooled_by_trainers)
-        self._outbox = Outbox(sources, clock)
+        self._sources = TableSources(sources, clock)
         of_space: dict[AddressKey, list[str]] = defaultdict(list)
         for table in tables:
             of_space[table.address_key].append(table.name)
@@ -277,16 +277,16 @@ class ModuleTables:
         Raises:
             DataError: an id is not a row of its table, or offsets do not match the ids.
         """
-        items: Items = {worker: [] for worker in self._outbox.sources}
-        with self._outbox.clock.span("ids"):
+        items: Items = {worker: [] for worker in self._sources.by_worker}
+        with self._sources.clock.span("ids"):
             for name, bags in requests:
                 self._check(self._tables[name], bags.ids_L)
             layout = self._layout(requests, items, ticket.purpose)
-        return Lookup(ticket, items, layout, self._outbox).start(after)
+        return Lookup(ticket, items, layout, self._sources).start(after)
 
     def flush(self) -> None:
         """Wait until all sent gradients have arrived."""
-        self._outbox.flush()
+        self._sources.flush()
 
     def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
         """Append the requests to the messages of the workers."""

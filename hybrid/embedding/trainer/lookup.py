@@ -43,16 +43,16 @@ class OutputLayout(Protocol):
         """
 
 
-class Outbox:
-    """The table sources of all workers, and pending messages with gradients but without a lookup."""
+class TableSources:
+    """The table source of each worker, and the pending messages that carry gradients but no lookup."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
-        self.sources = sources
+        self.by_worker = sources
         self.clock = clock
         self._sent: list[PendingResult[object]] = []
 
     def add(self, sending: PendingResult[object]) -> None:
-        """Add a pending message; raise the error of a completed one."""
+        """Add a pending message. Raise the error of an earlier message, if it has failed."""
         arrived = [each for each in self._sent if each.done()]
         self._sent = [*(each for each in self._sent if each not in arrived), sending]
         for each in arrived:
@@ -74,12 +74,12 @@ class Lookup:
             the first output already has the vectors of the samples.
     """
 
-    def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, outbox: Outbox) -> None:
+    def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, sources: TableSources) -> None:
         self._ticket = ticket
         self._items = items
         self._layout = layout
-        self._outbox = outbox
-        self._clock = outbox.clock
+        self._sources = sources
+        self._clock = sources.clock
         self._successor: Lookup | None = None
         self._responses: dict[int, PendingResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
@@ -87,14 +87,14 @@ class Lookup:
         self.ranks_BF: Tensor | None = None
 
     def start(self, after: Lookup | None = None) -> Lookup:
-        """Send the requests, now or with the gradients of an earlier lookup; return this lookup."""
+        """Send the requests now, or together with the gradients of an earlier lookup. Return ``self``."""
         if after is not None:
             after._successor = self
             return self
         for worker, items in self._items.items():
             with self._clock.span("send") as span:
                 _record_bytes(span, (), items)
-                response = self._outbox.sources[worker].lookup(self._ticket, items)
+                response = self._sources.by_worker[worker].lookup(self._ticket, items)
             self._expect(worker, response)
         return self
 
@@ -104,7 +104,7 @@ class Lookup:
             response.wait()
 
     def wait(self) -> Tensor:
-        """Wait for the responses, and return ``pooled_BE`` of a configured model, where ``ranks_BF`` is."""
+        """Wait for the responses. Return the first output (``pooled_BE``) on the device of ``ranks_BF``."""
         output = self.outputs()[0]
         if self.ranks_BF is None:
             return output
@@ -116,7 +116,7 @@ class Lookup:
         """Wait for the responses, and return the outputs.
 
         Raises:
-            ClusterError: no request was sent, because it waits for gradients that were never sent.
+            ClusterError: the requests were never sent, since the gradients in the same message were not.
         """
         if self._responses.keys() != self._items.keys():
             raise ClusterError(
@@ -143,7 +143,7 @@ class Lookup:
         return self._layout.outputs(responses)
 
     def response_gradients(self, output_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the response tensors; if this method sends them, return None for each."""
+        """Return the gradients of the response tensors, or None for each after sending the gradients."""
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
         if self._ticket.purpose is not Purpose.PREFETCH:
@@ -163,9 +163,9 @@ class Lookup:
             request = LookupRequest(successor._ticket, successor._items[worker])
         with self._clock.span("send") as span:
             _record_bytes(span, grads, () if request is None else request.items)
-            response = self._outbox.sources[worker].send_gradients(self._ticket, grads, request)
+            response = self._sources.by_worker[worker].send_gradients(self._ticket, grads, request)
         if successor is None or request is None:
-            self._outbox.add(response)
+            self._sources.add(response)
         else:
             successor._expect(worker, response)
 

@@ -73,7 +73,7 @@ class AddressSpace:
         if locations[0][0].shard.table.growth is not None:
             self._address_keys(locations)
             return
-        groups = {(at.worker, at.number): at.group for shards in locations for at in shards}
+        groups = {(at.worker, at.group_number): at.group for shards in locations for at in shards}
         first: dict[tuple[int, int], int] = {}  # first address of each group
         self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
         end = 0
@@ -89,12 +89,12 @@ class AddressSpace:
         self.bases_KS = np.zeros((len(locations), self.counts_K.max()), np.int64)
         for k, shards in enumerate(locations):
             for at in shards:
-                self.bases_KS[k, at.shard.index] = first[at.worker, at.number] + at.start
+                self.bases_KS[k, at.shard.index] = first[at.worker, at.group_number] + at.start
 
     def _address_keys(self, locations: Locations) -> None:
         """Use the keys of a growing table as addresses; the order is that of unsigned numbers."""
         shards = sorted(locations[0], key=lambda at: at.shard.index)
-        self._segments = [(at.worker, at.number, 0, torch.int64) for at in shards]
+        self._segments = [(at.worker, at.group_number, 0, torch.int64) for at in shards]
         self._addresses_end = kernels.KEYS_END
         self.dtype = torch.int64
         self._starts = np.array([at.shard.buckets.start << KEY_BITS for at in shards], np.uint64)
@@ -265,7 +265,7 @@ class BagRoute:
         for at, bases_FS in self._groups:
             dtype = ids_dtype(at.group.num_rows)
             bags = ids.addresses(self.features, bases_FS, self._counts_F, weights_L, dtype, dtype)
-            slots.append(append(items, at.worker, (at.number, Bags(*bags, pooling))))
+            slots.append(append(items, at.worker, (at.group_number, Bags(*bags, pooling))))
         dim = self._groups[0][0].group.dim
         return _PooledByWorkers(slots, (ids.batch_size, len(self.features), dim))
 

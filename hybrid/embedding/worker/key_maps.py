@@ -392,7 +392,7 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return keys and records by row (R, 2), -1 for free rows; and those of pending keys (P, 2)."""
+        """Return keys and records: by row, (rows, 2), -1 for free rows; and of pending keys, (keys, 2)."""
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]

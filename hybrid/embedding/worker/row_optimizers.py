@@ -244,18 +244,17 @@ class Adam(RowOptimizer):
 
 
 class FTRL(RowOptimizer):
-    """FTRL-Proximal per coordinate (McMahan et al. 2013, algorithm 1), for each value w with its z and n.
+    """FTRL-Proximal (McMahan et al. 2013, algorithm 1), for each value w of a row.
 
+    The state of w is z and n. The gradient of w is g, the learning rate is r, and l1 is a setting.
     With sigma = (sqrt(n + g^2) - sqrt(n)) / r, and a = (beta + sqrt(n + g^2)) / r + weight_decay::
 
         z += g - sigma w;  n += g^2;  w = 0 if |z| <= l1 else -(z - sign(z) l1) / a
 
-    There are two differences from the paper: rows start at their initial values instead of zero, and r may
-    change with a schedule. Both need a z whose solution is the current w. For a nonzero w, exactly one z has
-    this solution: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from this z; if w
-    is zero, it starts from the stored z. With initial rows of zero and a constant r, this is the paper's
-    algorithm. Otherwise, only gradients change w; initial rows and changes of r do not. If the gradient or
-    the learning rate is zero, w does not change.
+    Unlike in the paper, rows do not start at zero, and a schedule may change r. So if w is not zero, a step
+    first replaces z by -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. For this z, the formula above
+    gives the current w. If w is zero, the step uses the stored z. With initial rows of zero and a constant r,
+    the result equals the paper's. If the gradient or the learning rate is zero, w does not change.
     """
 
     values_state = ("z", "n")

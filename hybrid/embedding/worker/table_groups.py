@@ -85,7 +85,7 @@ class DistinctStepRows(NamedTuple):
     by_kind: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:
-        """Whether the rows are those of these ``bags`` objects, in this order."""
+        """Whether these are the rows of exactly these ``bags`` objects, in this order."""
         return [*map(id, self.bags)] == [*map(id, bags)]
 
 
@@ -141,7 +141,7 @@ class TableGroup:
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
 
     def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
-        """Return a function for each file of a checkpoint, which makes the tensors of its shard.
+        """Return, for each file of a checkpoint, a function that returns the tensors of the file's shard.
 
         The tensors are views of the group, or of a copy that is made now.
         """
@@ -154,7 +154,7 @@ class TableGroup:
         }
 
     def track_changes(self) -> None:
-        """Note which rows later updates change, for the next delta; forget earlier changes."""
+        """Start to record which rows updates change, for the next delta. Forget earlier changes."""
         self._is_changed_R = self._zeros((len(self.weight_RD),), torch.bool)
 
     def note_changes(self, rows: Tensor | slice) -> None:
@@ -163,7 +163,7 @@ class TableGroup:
             self._is_changed_R[rows] = True
 
     def take_changes(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of each file of a delta, which are copies, and forget the changes.
+        """Return copies of the changed rows for each file of a delta, and forget the changes.
 
         docs/checkpoints.md describes the files. :meth:`track_changes` must have been called.
         """
@@ -255,7 +255,7 @@ class TableGroup:
         """Complete an update."""
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return counts of each growing table (``GrowingGroup``); events are counted since the last call."""
+        """Return the counts of each growing table; see :meth:`GrowingGroup.take_counts`."""
         return {}
 
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:

@@ -125,7 +125,7 @@ class TableShards(HostedModule, TableSource):
         return vectors_BD.to(self._dtype) if self._dtype is torch.float64 else vectors_BD.view(torch.int16)
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
-        """Return zeros in the shape of the marks of ``items``; a message has only one value for them."""
+        """Return zeros in the shape of the marks of ``items``; in a message, they share a single value."""
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
@@ -199,7 +199,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.restart(step)
 
     def track_changes(self) -> None:
-        """Note which rows later updates change, for the next delta; forget earlier changes."""
+        """Start to record which rows updates change, for the next delta. Forget earlier changes."""
         for group in self.groups:
             group.track_changes()
 

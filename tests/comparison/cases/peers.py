@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid import transport
 from hybrid.batch import Batch
 from hybrid.embedding.trainer.embeddings import ConcatenatedFeatures
-from hybrid.embedding.trainer.lookup import Lookup, Outbox
+from hybrid.embedding.trainer.lookup import Lookup, TableSources
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.uneven_batches import align_batches
@@ -80,8 +80,8 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     ticket = Ticket(0, 0, 0)
-    outbox = Outbox({}, StepClock())
-    lookup = Lookup(ticket, {}, ConcatenatedFeatures((), 0), outbox)
+    sources = TableSources({}, StepClock())
+    lookup = Lookup(ticket, {}, ConcatenatedFeatures((), 0), sources)
     micro = MicroBatch(batch, ticket, lookup, is_last=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
