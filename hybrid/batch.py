@@ -106,7 +106,7 @@ class Batch(NamedTuple):
             probabilities; classes are numbers.
         global_size: number of samples of all trainers in the step. The loss is the mean over all of them, so
             trainers may have slices of different sizes.
-        ended: whether this trainer has no more samples, and takes the step only because others have some.
+        ended: whether this trainer has no more samples, and takes the step because others have samples.
         weights: weight of each sample for each task, float32, in the shape of ``labels``; None for ones.
         total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
         groups: ``groups_B``, int64, group of each sample; None without groups.
@@ -167,7 +167,7 @@ class Batch(NamedTuple):
             feature_ids = slice(starts[0], starts[-1])
             positions_L = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
             hashes_L[feature_ids] = splitmix64(hashes_L[feature_ids] + positions_L.astype(np.uint64))
-        # The sums overflow; their differences are right modulo 2**64.
+        # The sums may overflow, but their differences are exact modulo 2**64.
         sums = np.concatenate([np.zeros(1, np.uint64), hashes_L.cumsum()])
         keys_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
         return torch.from_numpy(keys_B.view(np.int64))

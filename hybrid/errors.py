@@ -61,7 +61,7 @@ class CheckpointError(HybridError):
 
 
 class StorageError(HybridError, OSError):
-    """A store refuses a request, or the system refuses a path. Also an OSError, as errors of the disk are.
+    """A store refuses a request, or the system refuses a path. It is an OSError, as errors of the disk are.
 
     Args:
         message: the path, the action, the reason, and what to do.
@@ -97,7 +97,7 @@ def error_class(name: str) -> type[Exception]:
 
 
 def shorten(text: str) -> str:
-    """Return a message; if it exceeds 4,000 characters, without its middle."""
+    """Return a message; a message of more than 4,000 characters loses its middle."""
     half = _MAX_MESSAGE_CHARACTERS // 2
     return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 

@@ -75,7 +75,7 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Compute the metrics of each task over its samples; equal samples have equal predictions."""
+        """Compute the metrics of each task; samples with equal features count with equal predictions."""
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
         weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))

@@ -64,7 +64,7 @@ class Topology:
         return (MASTER, *self.trainers, *self.workers)
 
     def partners(self, role: Role) -> tuple[Role, ...]:
-        """Return the roles that ``role`` calls. Trainers do not call trainers, nor workers workers."""
+        """Return the roles that ``role`` calls. Trainers do not call each other; nor do workers."""
         partners = {
             RoleKind.MASTER: self.roles,
             RoleKind.TRAINER: (MASTER, *self.workers),
@@ -83,6 +83,6 @@ class Topology:
 def polls_shared_memory(world_size: int) -> bool:
     """Return whether RPC within a host uses shared memory, in a cluster of ``world_size`` roles.
 
-    TensorPipe polls shared memory. Unless each process has a core, polling delays the peer that computes.
+    TensorPipe polls shared memory. With fewer cores than processes, polling delays the peer that computes.
     """
     return world_size <= (os.cpu_count() or 1)

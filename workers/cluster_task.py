@@ -1,4 +1,4 @@
-"""The task of a cluster's master. Free of torch."""
+"""The task of a cluster's master. Does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

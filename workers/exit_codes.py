@@ -1,4 +1,4 @@
-"""Exit codes, causes of failures, and signals: the first saves and stops a run, the second stops it at once.
+"""Exit codes, causes of failures, and signals: the first saves and stops a run, the second ends it unsaved.
 
 ::
 
@@ -29,11 +29,11 @@ from typing import Any
 
 from hybrid.errors import ClusterError, HybridError, OutageError
 
-# Slurm sends this signal some time before it ends a job, if the job requests it (--signal).
+# Slurm sends this signal some time before it ends a job, if the job requests the signal (--signal).
 WARNING = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HANDLED_SIGNALS = (*STOP_SIGNALS, WARNING)
-# The launcher, or the master for another role, sends this signal to the master. No other program uses it.
+# The launcher sends this signal to the master. For another role's request, the master sends it to itself.
 STOP_REQUEST = signal.SIGRTMAX
 _SIGNAL_BASE = 128  # shells add it to the number of a signal
 
@@ -60,7 +60,7 @@ class Cause(Enum):
 
     STOPPED = "stopped"  # a stop was requested
     KILLED = "killed"  # by a signal
-    STARVED = "starved"  # killed since memory ran out
+    STARVED = "starved"  # killed because memory ran out
     REFUSED = "refused"  # an error that the user must correct; a restart would fail in the same way
     EXCEPTION = "exception"  # an unexpected exception
     LOST = "lost"  # another role was lost, frozen, or too late; or a store was unreachable
@@ -77,7 +77,7 @@ class Interrupt(KeyboardInterrupt):
 
 
 class ReportedError(ClusterError):
-    """A failure that another process has reported, with its exit code."""
+    """A failure that another process has reported, with the exit code for this process."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.AGAIN) -> None:
         super().__init__(message)
@@ -154,7 +154,7 @@ def handling(
 
 
 class StopRequest:
-    """A request to stop a run within ``seconds``. A signal sets it, and calls ``forward`` with the code."""
+    """A request to stop a run within ``seconds``. A signal sets it, and calls ``forward(code)``."""
 
     def __init__(self, seconds: float, forward: Callable[[ExitCode], object] = lambda _: None) -> None:
         self.is_requested = False  # whether the run must stop

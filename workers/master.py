@@ -29,7 +29,7 @@ from workers.rendezvous.host_setup import DEFAULT_PORT, listen
 from workers.rendezvous.interrupt import LostRoleError, describe_final_error
 from workers.run_folder.run_access import RunState
 
-# The heartbeat connection of a lost role closes within this time, and its error names the role.
+# The heartbeat connection of a lost role closes within this time, and then an error names the role.
 _HEARTBEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _ABANDON_SECONDS = 1.0
@@ -123,7 +123,7 @@ def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
 def _preparation(
     config: RunConfig, view: TerminalView, starts_now: bool
 ) -> Iterator[Callable[[], StoragePath]]:
-    """Prepare the data in a daemon thread, which does not keep a failed process alive.
+    """Prepare the data in a daemon thread, because other threads keep a failed process alive.
 
     The thread prints nothing, because Python aborts if a daemon thread holds the lock of stdout at exit.
 

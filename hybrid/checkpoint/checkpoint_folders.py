@@ -46,7 +46,7 @@ _PARTS = "parts-"  # prefix of the folder with the files of a checkpoint in a st
 BEST = "best"
 OWES_EVALUATION = "owes_evaluation"  # whether the evaluation after this step is still to be done
 CUSTOM_LOOP = "custom_loop"  # whether a custom training loop wrote the checkpoint
-EXPORTED = "exported"  # whether it is an export: without optimizer state, and with ranges of rows as shards
+EXPORTED = "exported"  # whether it is an export: without optimizer state; its shards are ranges of rows
 _MAX_BYTES = 32 << 20  # the manifest of a thousand tables on a hundred workers has 20 MB
 _MAX_COUNT = 2**63 - 1
 _STEP_NAME = re.compile(r"step-[0-9]{1,18}")
@@ -77,9 +77,9 @@ class Best(NamedTuple):
 
 
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
-    """Return the evaluation of ``step`` if it has ``metric`` and is better than ``best``, else ``best``.
+    """Return ``step`` as the best step if its ``metric`` is better than ``best``, else return ``best``.
 
-    Any number is better than NaN, and better than a ``best`` of another metric.
+    Any number is better than NaN. Any number is better than a ``best`` with another metric.
     """
     if (value := metrics.get(metric)) is None:  # "none" is no metric
         return best
@@ -185,7 +185,7 @@ class Manifest:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
             if checksum != sha256:
                 raise damage_error(path)
-            # The time of a file does not reveal a second change at once after the first.
+            # The time of a file does not reveal a change that closely follows another change.
             if version is not None and found.st_mtime < time.time() - _CLOCK_SECONDS:
                 _VERIFIED.add(version)
 
@@ -245,7 +245,7 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def dense_file(trainer: int) -> str:
-    """Return the file name of a trainer's dense net; if all nets are equal, only trainer 0 writes it."""
+    """Return the name of a trainer's file of its dense net. If all nets are equal, only trainer 0 writes."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
@@ -387,7 +387,7 @@ def discard(partial: StoragePath) -> None:
 
 
 def remove(folder: StoragePath) -> None:
-    """Remove a checkpoint. If the process is killed meanwhile, an unfinished checkpoint stays."""
+    """Remove a checkpoint. If the process is killed before the end, an unfinished checkpoint stays."""
     with write_errors(folder):
         if isinstance(folder, RemotePath):
             storage.remove(folder / MANIFEST_FILE)
@@ -403,7 +403,7 @@ def remove_after(run: StoragePath, step: int) -> None:
     if isinstance(run, Path):
         refuse_link(run / DELTAS_FOLDER)
     with write_errors(run / DELTAS_FOLDER):
-        storage.remove(run / DELTAS_FOLDER / CURRENT_FILE)  # first: followers read it, and then the others
+        storage.remove(run / DELTAS_FOLDER / CURRENT_FILE)  # first, since followers read it first
         storage.remove(run / DELTAS_FOLDER)
     for folder in list_checkpoints(run):
         if parse_step(folder) > step:

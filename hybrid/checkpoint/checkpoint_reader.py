@@ -52,7 +52,7 @@ class MappedRows:
         return slice(rows.start, rows.stop)
 
     def read(self, rows_N: npt.NDArray[np.int64], with_state: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows with these numbers ("weight"), and perhaps their optimizer state."""
+        """Return the rows with these numbers as "weight"; ``with_state`` adds their optimizer state."""
         count = len(self.shards)
         if self.has_ranges:
             shard_N = rows_N * count // self.num_rows
@@ -113,7 +113,7 @@ class Checkpoint:
         """Open the newest checkpoint of a run with valid checksums (:meth:`Manifest.verify`).
 
         Args:
-            folder: a run folder, or a checkpoint, which must then be valid.
+            folder: a run folder, or a checkpoint, which must have valid checksums.
             log: receives one line about newer checkpoints that are damaged.
 
         Raises:
@@ -181,7 +181,7 @@ class Checkpoint:
         return mapped
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
-        """Read all rows of a table of a given shape, in their type; see :meth:`map_rows`."""
+        """Read all rows of a table in their stored data type; for the errors, see :meth:`map_rows`."""
         mapped = self.map_rows(table, *shape)
         weights = [shard["weight"] for shard in mapped.shards]
         kind = weights[0].dtype
@@ -246,7 +246,7 @@ def _candidates(folder: StoragePath) -> list[StoragePath]:
 
 
 def _newest_export(folder: StoragePath) -> StoragePath:
-    """Return the newest folder of an export that follows a run; ``folder`` itself if it is none."""
+    """Return the newest export in the output of ``hybrid export --follow``; another ``folder`` unchanged."""
     path = folder / CURRENT_FILE
     if not storage.exists(path):
         return folder

@@ -53,7 +53,7 @@ class DeltaChain:
 
     base: ModelVersion  # the model of the newest full checkpoint
     base_checkpoint: str  # :func:`identity_of` this checkpoint
-    deltas: tuple[ModelVersion, ...] = ()  # each changes the model of the one before it
+    deltas: tuple[ModelVersion, ...] = ()  # each delta changes the model of the previous delta
     has_ended: bool = False  # whether the run has ended, and the last version is its result
 
     @property
@@ -126,7 +126,7 @@ Changes: TypeAlias = dict[str, list[ChangedRows]]  # by table, in the order in w
 
 
 def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
-    """Open a delta and verify its files; CheckpointError if it is missing, damaged or another delta."""
+    """Open a delta and verify its files; CheckpointError if it is missing, damaged or not ``version``."""
     folder = delta_folder(run, version.step)
     if isinstance(folder, Path) and isinstance(run, Path):
         refuse_link(folder, run)

@@ -39,7 +39,7 @@ class StoredKeys(NamedTuple):
     records_R2: npt.NDArray[np.int64]  # key and record of each row
     rows: Arrays  # the rows ("weight") and their optimizer state
     pending_P2: npt.NDArray[np.int64]  # key and record of each pending key
-    num_steps: int  # steps that records count: those of earlier runs, and those before the checkpoint
+    num_steps: int  # number of steps that the records count: steps of earlier runs and of this run
 
 
 def pack_keys(
@@ -73,7 +73,7 @@ def map_keys(
     """Map the arrays of the files with ``buckets`` of a growing table into memory, in the order of keys.
 
     Args:
-        has_any_state: whether other optimizer state than that of ``widths`` is valid, too.
+        has_any_state: whether the files may have optimizer state that ``widths`` does not describe.
 
     Raises:
         CheckpointError: the table is missing, or its shape or optimizer differs, or a file is invalid.

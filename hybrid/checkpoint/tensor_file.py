@@ -57,7 +57,7 @@ _LENGTH_BYTES = 8
 def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
     """Write named tensors as one file of a checkpoint, and flush it to the disk.
 
-    Tensors are on the CPU. Those that are not contiguous are copied one at a time.
+    Tensors are on the CPU. Tensors that are not contiguous are copied one at a time.
 
     Raises:
         CheckpointError: the file cannot be written, or the format lacks the type of a tensor.
@@ -178,7 +178,7 @@ def _reading(path: StoragePath) -> Iterator[None]:
     """Convert the exceptions for an invalid file to a CheckpointError."""
     try:
         yield
-    except Exception as error:  # mostly SafetensorError, but invalid headers cause others
+    except Exception as error:  # mostly SafetensorError; invalid headers cause other exceptions
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 

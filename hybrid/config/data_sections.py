@@ -103,7 +103,7 @@ class Holdout(NamedTuple):
     split: str  # the split of these rows, "test" or "validation"
     key: str  # the key of the configuration that selects them
     by: str  # random, column or time
-    column: str  # the column that decides; empty for random rows
+    column: str  # the column whose values select the rows; empty for random rows
     fraction: float  # fraction of the rows that are left by earlier splits
 
 
@@ -227,7 +227,7 @@ class DataSection:
 
     @property
     def holdouts(self) -> tuple[Holdout, ...]:
-        """The splits that are held out from ``path``. An earlier split selects its rows first."""
+        """The splits that are held out from ``path``, in the order in which they select rows."""
         if self.is_stream:
             return ()
         split = "none" if self.test_path else self.split
@@ -368,7 +368,7 @@ class Column:
 
     @property
     def source(self) -> str:
-        """The column of the files that this column is computed from, if it is only one."""
+        """The column of the files that this column is computed from, if there is exactly one."""
         (source,) = self.sources
         return source
 
@@ -398,7 +398,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return the length of a sequence column, 0 if its bags are pooled; ConfigError without ``max_ids``."""
+    """Return the length of a sequence column, else 0; ConfigError if a sequence column has no ``max_ids``."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
@@ -406,7 +406,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, name: str, section: ColumnSection) -> Call | None:
-    """Return the growth of a column's table, None if it is fixed; ConfigError if its limit is too small."""
+    """Return how the table of a column grows, or None; ConfigError if its limit of rows is too small."""
     key, text = f"columns.{name}.vocabulary", section.vocabulary
     if text is None:
         key, text = "data.vocabulary", data.vocabulary

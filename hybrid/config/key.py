@@ -51,7 +51,7 @@ def key_lines(text: str) -> dict[str, int]:
         try:
             inner = parse_toml(statement)
         except ValueError:
-            continue  # the statement goes on
+            continue  # the value continues on the next line
         names: list[str] = []
         while isinstance(inner, dict) and len(inner) == 1:
             ((name, inner),) = inner.items()
@@ -158,7 +158,7 @@ class Key:
         return value if is_toml else text
 
     def read_unnamed(self, text: str) -> Any:
-        """Parse the value of a positional argument; lists need no brackets, and text no quotes."""
+        """Parse the value of an argument without its name. Lists need no brackets; text needs no quotes."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.read(value if isinstance(value, list) or not self.is_list else text)
@@ -206,7 +206,7 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rule: Any) -> Key:
-    """Declare an argument, which is required if its default is None; ``rule`` sets attributes of a Key."""
+    """Declare an argument, required if ``default`` is None; ``rule`` sets attributes of :class:`Key`."""
     return Key(name, kind, is_list, default, "", **rule)
 
 

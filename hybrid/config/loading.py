@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the master's ``config`` with a role's ``--set``; ConfigError if a key may not differ by host."""
+    """Apply a role's ``--set`` to the master's ``config``; ConfigError if roles may not set such a key."""
     for text in settings:
         section, name, value = _override(text)
         key = _find(section, name)

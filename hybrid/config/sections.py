@@ -51,7 +51,7 @@ NET_CALLS = CallSignatures(
 )
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
 NETS = NET_CALLS.names
-HISTORY_NETS = ("din", "self_attention", "hstu")  # those of NETS that take one column as a history
+HISTORY_NETS = ("din", "self_attention", "hstu")  # the elements of NETS that take one column as a history
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)
@@ -420,7 +420,7 @@ class ProfileSection:
 
     @property
     def first_step(self) -> int:
-        """The number of steps before the first recorded one."""
+        """The number of steps before the first step of the profile."""
         return self.steps[1] if len(self.steps) > 1 else 10
 
 
@@ -463,7 +463,7 @@ class RunConfig:
 
     @property
     def retrieval(self) -> TaskSection | None:
-        """The retrieval task, which is then the only task; None for other tasks."""
+        """The retrieval task, or None. A run with a retrieval task has no other task."""
         return next((task for task in self.all_tasks.values() if task.kind == "retrieval"), None)
 
     @property

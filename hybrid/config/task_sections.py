@@ -134,7 +134,7 @@ class TaskSection:
 
     @property
     def is_item_label(self) -> bool:
-        """Whether each row is a choice of a retrieval task, which then needs no other label than the item."""
+        """Whether a retrieval task has its item column as the label: in each row, the item was chosen."""
         return self.kind == "retrieval" and self.label == self.item
 
     @property
@@ -197,7 +197,7 @@ def metric_title(name: str) -> str:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values of a metric are better; larger values of custom metrics are better."""
+    """Return whether smaller values of a metric are better; this is never so for custom metrics."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 

@@ -31,7 +31,7 @@ from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 
 FINITE_SCHEDULES = ("cosine", "polynomial", "one_cycle")
-_GPU = "(cuda|xpu|npu)"  # what torch calls an accelerator; NVIDIA and AMD are cuda
+_GPU = "(cuda|xpu|npu)"  # names of torch for accelerators; NVIDIA and AMD GPUs are "cuda"
 _DEVICE = rf"(cpu|{_GPU}:(0|[1-9][0-9]*))"
 
 
@@ -80,7 +80,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the recorded steps of a run from ``steps_before`` on; ConfigError if the run ends earlier."""
+    """Return the steps to profile after ``steps_before``; ConfigError if the run ends before their end."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"

@@ -63,10 +63,10 @@ class CustomModule(TrainedModule):
             BACKEND.reset(token)
         tables = load_parameters(module, trained.stored)
         specs = [each.spec(name, 4) for name, each in tables.items()]
-        super().__init__(trained, specs, range(len(num_rows)), in_memory)  # each may be a sequence
+        super().__init__(trained, specs, range(len(num_rows)), in_memory)  # each feature may be a sequence
         pairs = zip(tables.values(), self.tables, strict=True)
         stored = {id(table): StoredTable(table, rows, self.dtype) for table, rows in pairs}
-        self.module: nn.Module = copy.deepcopy(module, stored)  # has these tables instead of its own
+        self.module: nn.Module = copy.deepcopy(module, stored)  # these tables replace its own
         self.dense_states = {DENSE_FILE: unpack_dense(trained.stored.tensors(DENSE_FILE))[0]}
         self.eval()
 

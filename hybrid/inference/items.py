@@ -22,7 +22,7 @@ class Items:
     """All items of a model, in the order of their rows.
 
     Args:
-        key: the option that needs items, for errors.
+        key: the option that needs items; errors name it.
 
     Raises:
         ConfigError: the model has no retrieval task.
@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Replace outputs by the rank of each sample's item among all items."""
+        """Replace each sample's outputs by the rank of its item among all items."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 

@@ -122,7 +122,7 @@ def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> 
 
 
 def _search(ordered_N: Tensor, values_L: Tensor) -> Tensor:
-    """Return the number of lower elements for each value, by a binary search."""
+    """Return, for each value, how many elements of ``ordered_N`` are lower; uses a binary search."""
     size, number_L = len(ordered_N), torch.zeros_like(values_L)
     for bit in reversed(range(size.bit_length())):
         next_L = number_L + (1 << bit)

@@ -40,7 +40,7 @@ class RowBlock(NamedTuple):
     """B rows of the input."""
 
     batch: Batch  # the encoded values; the labels are NaN if they are not read
-    # The number of each row, from 0, over all files and with invalid rows.
+    # The number of each row in the input: from 0, over all files. Invalid rows are counted.
     source_rows_B: npt.NDArray[np.int64]
     passthrough: Mapping[str, Any] = {}  # requested columns of the input by name, unchanged
 
@@ -142,7 +142,7 @@ class SourceRows:
     with_labels: bool = False  # whether every row must have its labels
     # Blocks of CSV or TSV that replace the content of the only file; None to read the files.
     text: Iterator[bytes] | None = None
-    optional: str = ""  # a column of data.sparse whose input columns the files may lack
+    optional: str = ""  # a column of data.sparse; the files may lack the input columns of this column
     # The numbers of the source rows to use, ascending; None for all rows.
     selection: npt.NDArray[np.int64] | None = None
     layout: Layout = field(init=False)

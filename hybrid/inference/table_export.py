@@ -41,13 +41,13 @@ SHARD_BYTES = 64 << 20
 
 
 class TableExport:
-    """The tables of a model, which :meth:`write` exports as often as they change.
+    """The tables of a model. Each call of :meth:`write` exports their current rows.
 
     The rows come from the files of the model's checkpoint, then from those of the last export. All of them
     stay mapped, so others may remove the files.
 
     Args:
-        dtype: data type of the exported rows; None for that of the rows.
+        dtype: data type of the exported rows; None for the data type in the checkpoint.
     """
 
     def __init__(self, model: TrainedModule, dtype: torch.dtype | None = None) -> None:

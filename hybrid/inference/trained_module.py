@@ -111,7 +111,7 @@ class Input(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    # The first size differs between batches, so it is a name: SAMPLES, STARTS, or "ids of COLUMN".
+    # The first size depends on the batch. It is a name: SAMPLES, STARTS, or "ids of COLUMN".
     shape: tuple[Any, ...]
 
 
@@ -226,7 +226,7 @@ class TrainedModule(nn.Module):
         return module.keys
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
-        """Make a batch of raw values, as they are in files.
+        """Make a batch of raw values, in the form that they have in the files of the run.
 
         Args:
             columns: a dict of lists or arrays, a pyarrow table, or a pandas data frame. A column with any
@@ -344,7 +344,7 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 
 
 def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
-    """Return for each bag its first ``length`` rows, padded with zeros, and in the last column their number.
+    """Return the first ``length`` rows of each bag, padded with zeros. The last column counts them.
 
     The result has the shape (bags, length * D + 1).
 

@@ -72,7 +72,7 @@ class AppendOnlyFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records in complete lines of a file; see :func:`parse_records`. Empty if it is missing."""
+    """Return the records in complete lines of a file, none if it is missing; see :func:`parse_records`."""
     lines = files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
     return parse_records(lines)
 
@@ -83,7 +83,7 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def parse_records(lines: bytes) -> list[Record]:
-    """Return the records in lines, without lines that a kill or a power cut has damaged."""
+    """Return the records in lines, except lines that a killed process or a power cut has damaged."""
     records = []
     for line in lines.split(b"\n"):
         with suppress(ValueError):

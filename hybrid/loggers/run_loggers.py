@@ -23,7 +23,7 @@ from hybrid.errors import ConfigError
 from hybrid.loggers.tools import LoggedRun, MlflowLogger, RunLogger, TensorBoardLogger, WandbLogger
 from hybrid.user_code.user_modules import describe_error, load_function
 
-FAILED_SECONDS = 3.0  # time limit of the last calls of a run that fails: soon, its roles are killed
+FAILED_SECONDS = 3.0  # time limit of the last calls of a run that fails, before its roles are killed
 _KEY = "cluster.loggers"
 # By the name of the package, and of the extra.
 _BUILT_IN: dict[str, Callable[[], RunLogger]]
@@ -106,7 +106,7 @@ class _LoggerThread(threading.Thread):
         self.start()
 
     def call(self, method: str, args: tuple[object, ...]) -> None:
-        """Let the thread call a method after the earlier calls; set ``failure`` if it does not respond."""
+        """Queue a call of a method for the thread; set ``failure`` if the logger does not respond."""
         try:
             self._calls.put_nowait((method, args))
         except Full:

@@ -21,7 +21,7 @@ class LoggedRun:
     name: str
     folder: Path  # the run folder, where a logger may keep the id of the run in its tool
     config: Mapping[str, Any]  # the values of the configuration by key, such as "train.batch_size"
-    step: int  # number of steps taken; values of later steps, from before a restart, are not valid any more
+    step: int  # number of steps taken; values of later steps were logged before a restart and are invalid
 
 
 class RunLogger(Protocol):
@@ -96,7 +96,7 @@ class MlflowLogger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         named = {_mlflow_name(name): value for name, value in values.items()}
-        # MLflow would show steps twice that a resumed run takes again.
+        # Otherwise, MLflow would show two values for a step that a resumed run repeats.
         new = {name: value for name, value in named.items() if step > self._last_steps.get(name, -1)}
         self._mlflow.log_metrics(new, step=step)
 
@@ -111,8 +111,8 @@ def _mlflow_name(text: str) -> str:
 class WandbLogger:
     """Writes a history, the configuration and a summary; a resumed run continues its run of W&B.
 
-    W&B takes steps in ascending order only. So it shows no step of a resumed run twice, and not the numbers
-    of checkpoints, which are logged when a later step is done.
+    W&B takes steps in ascending order only. So it shows each step of a resumed run once. It does not show the
+    numbers of checkpoints, because they are logged after a later step.
     """
 
     def start(self, run: LoggedRun) -> None:

@@ -38,7 +38,7 @@ def free_memory(root: Path = _ROOT) -> dict[str, int]:
     free = {boot_id(): int(psutil.virtual_memory().available)}
     for group in memory_groups(root):
         for limit, usage, reclaimable in _FILES:
-            with suppress(OSError, ValueError):  # other version, or no limit: no file, or the text "max"
+            with suppress(OSError, ValueError):  # no file: another version; the text "max": no limit
                 most = int((group / limit).read_text())
                 stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 used = int((group / usage).read_text()) - int(stat.get(reclaimable, 0))

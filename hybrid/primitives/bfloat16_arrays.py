@@ -17,14 +17,14 @@ def as_array(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a mapped array, or for bfloat16 a copy as float32."""
+    """Return a mapped array unchanged; for bfloat16, return a copy as float32."""
     if array.dtype.kind != "V":
         return array
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def assign_rows(into: Tensor, rows: Any, values: npt.NDArray[Any]) -> None:
-    """``into[rows] = values`` by NumPy, which assigns the last row of a repeated one.
+    """Compute ``into[rows] = values`` by NumPy. If a row occurs several times, its last value is assigned.
 
     Either side may have bfloat16. Other values are rounded to the nearest value of bfloat16, ties to even.
     """

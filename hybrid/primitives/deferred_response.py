@@ -21,7 +21,7 @@ class PendingResult(Protocol[Result_co]):
         """Return the result, or raise the exception."""
 
     def done(self) -> bool:
-        """Return whether the result or an exception is known."""
+        """Return whether the call has ended, with a result or an exception."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` with this object once the result or an exception is known."""

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``.
 
-    A copy from the CPU to a GPU, and that of the gradient back, are asynchronous. Only the consumer of the
-    gradient waits for it, while the GPU goes on with the backward pass. ``tensor`` must not change meanwhile.
+    A copy from the CPU to a GPU and the copy of its gradient back are asynchronous. Only the consumer of the
+    gradient waits for its copy; the GPU continues the backward pass. ``tensor`` must not change meanwhile.
     """
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
@@ -29,7 +29,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """The identity. Its gradient is on the CPU, so a thread waits here that the GPU does not need."""
+    """The identity. Its backward function waits for the gradient in a CPU thread that no GPU work needs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, events: list[torch.Event]) -> Tensor:
@@ -58,7 +58,7 @@ class _Copy(torch.autograd.Function):
         on_cpu = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
         event = torch.Event(grad.device)
         event.record()
-        if torch.is_anomaly_enabled():  # autograd reads the gradient at once
+        if torch.is_anomaly_enabled():  # autograd reads the gradient immediately
             event.synchronize()
         ctx.events.append(event)
         return on_cpu, None, None

@@ -1,6 +1,6 @@
 """Samples in groups: slices of complete groups, and the weights of samples in ranking losses.
 
-The samples of a group are adjacent. A group belongs to the slice whose range has the last sample::
+The samples of a group are adjacent. A group is in the slice whose range has its last sample::
 
     groups       7 7 7 2 5 5 5 5 3      ends  3 4 8 9
     ranges      |     |     |     |
@@ -41,8 +41,8 @@ def group_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[
 def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
     """Return the weight of each sample in a ranking loss, float64.
 
-    A sample counts if its weight is above 0. If the counting samples of a group have different labels, their
-    mean weight is divided equally among them. Otherwise the group has no ranking, and its weights are 0.
+    A sample counts if its weight is above 0. If the counting samples of a group have different labels, each
+    gets an equal part of their mean weight. Otherwise the group has no ranking, and its weights are 0.
 
     Args:
         weights_B: None for all ones.

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-_MAP_NORESERVE = 0x4000  # which mmap has from Python 3.13 on
+_MAP_NORESERVE = 0x4000  # a constant of mmap from Python 3.13 on
 
 
 def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_reserved: bool = False) -> Tensor:
@@ -26,7 +26,7 @@ def large_pages(num_bytes: int, is_reserved: bool = False) -> mmap.mmap:
     """Return zeroed memory, in pages of 2 MiB if possible; it is allocated when it is first written to.
 
     Args:
-        is_reserved: whether the memory may exceed that of the system.
+        is_reserved: whether ``num_bytes`` may exceed the memory of the system.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_reserved else 0)
     buffer = mmap.mmap(-1, num_bytes, flags=flags)

@@ -1,10 +1,10 @@
-"""The buckets of a growing table: 1,024 equal ranges of 64-bit keys. One worker holds a bucket."""
+"""The buckets of a growing table: 1,024 equal ranges of 64-bit keys. Each bucket is on one worker."""
 
 import numpy as np
 import numpy.typing as npt
 
 NUM_BUCKETS = 1024
-KEY_BITS = 54  # the highest bits of a key, above these, are the number of its bucket
+KEY_BITS = 54  # the bits of a key above these lowest bits are the number of its bucket
 
 
 def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ def ignore_progress(line: str) -> None:
 
 
 class Progress:
-    """Reports the progress of a task after one second, then at intervals that double up to ten seconds.
+    """Reports the progress of a task after one second, then at intervals that grow to ten seconds.
 
     Several threads may call :meth:`add`.
 

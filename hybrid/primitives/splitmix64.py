@@ -1,4 +1,4 @@
-"""SplitMix64 (Steele et al. 2014), a random generator, as a hash of 64-bit numbers."""
+"""SplitMix64 (Steele et al. 2014), a random generator, used as a hash of 64-bit numbers."""
 
 import numpy as np
 import numpy.typing as npt

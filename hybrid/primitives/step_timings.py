@@ -21,7 +21,7 @@ class Span(NamedTuple):
     step: int
     start_ns: int  # the time of day
     end_ns: int
-    thread: str | None = None  # None if the event may end in another thread
+    thread: str | None = None  # None if the event may end in a thread other than where it began
     cpu_ns: int | None = None  # processor time of the thread during the event; None without a thread
     num_bytes: int = 0  # transferred bytes; 0 if they are not counted
 
@@ -49,7 +49,7 @@ class OpenSpan:
         self.close()
 
     def close(self) -> None:
-        """End the span; call this once, and in any thread if :meth:`StepClock.begin` began the span."""
+        """End the span; call this once. Only a span of :meth:`StepClock.begin` may end in another thread."""
         end_ns = time.perf_counter_ns()
         span = self._span  # cpu_ns has the thread's time at the start
         cpu_ns = None if span.cpu_ns is None else time.thread_time_ns() - span.cpu_ns
@@ -125,7 +125,7 @@ class StepClock:
         return OpenSpan(self._spans, name, of_step, None, num_bytes)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call of this function."""
+        """Return the seconds of each phase since the last call of this method."""
         seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         return seconds
 

@@ -1,4 +1,4 @@
-"""The keys of a growing table in one process: which of them have rows, as dictionaries.
+"""The keys of a growing table in one process, and the keys that have rows, as dictionaries.
 
 This module shares no code with ``key_maps.py``. ``growing_group.py`` describes the update of a step.
 """
@@ -19,7 +19,7 @@ class ReferenceKeys:
     """The keys of one table, as numbers from 0 to 2**64 - 1.
 
     Attributes:
-        row_of: the row of each key that has one. A new row has the next number; numbers are not used again.
+        row_of: the number of the row of each key with a row. Numbers ascend; they are not used again.
         seen: for each known key, the number of steps that have read it, and the last of them.
     """
 
@@ -28,7 +28,7 @@ class ReferenceKeys:
         self.seen: dict[int, tuple[int, int]] = {}
         self._growth = growth
         self._limit = growth.max_rows // _BUCKETS
-        self.steps_before = 0  # steps of earlier runs, which ``seen`` counts
+        self.steps_before = 0  # number of steps of earlier runs; ``seen`` includes them
         self._next_row = 0
 
     def load(
@@ -76,7 +76,7 @@ class ReferenceKeys:
             order = sorted(
                 unread, key=lambda key: (key not in old, self._count(key, step), self.seen[key][1], key)
             )
-            # Of old keys, the order among them does not matter: all are removed.
+            # The order among old keys does not matter, because all of them are removed.
             excess = len(rows) - (self._limit - self._limit // 8) if self._limit else 0
             for key in order[: max(len(old), excess)]:
                 del self.row_of[key], self.seen[key]

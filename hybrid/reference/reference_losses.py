@@ -35,7 +35,7 @@ class ReferenceLoss:
         }
 
     def contributions(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
-        """Return the contributions of each trainer's samples to the loss, then those of ranking losses.
+        """Return each trainer's contributions to the loss, then the contributions of ranking losses.
 
         Ranking losses are computed over the whole batch, since a group may have samples of several trainers.
 
@@ -103,7 +103,7 @@ class ReferenceLoss:
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
 
     def _retrieval_loss(self, outputs_NO: Tensor, slices: Sequence[Batch], counts_I: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the own item among the items of all samples with a weight."""
+        """Return the mean cross-entropy of each sample's item among the items of all weighted samples."""
         (task,) = self._tasks
         feature = self._features.index(task.item)
         ids_N = torch.cat([batch.sparse_features.ids(feature) for batch in slices])
@@ -118,7 +118,7 @@ class ReferenceLoss:
 
 
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
-    """Return the mean loss of the groups with different labels, weighted by the mean weight of a group."""
+    """Return the mean loss of the groups that have different labels; a group counts by its mean weight."""
     labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
     weights_N = torch.cat([_weights(batch, t) for batch in slices]).to(scores_N)
     groups = [batch.groups for batch in slices if batch.groups is not None]

@@ -1,7 +1,7 @@
 """Stochastic rounding of rows to bfloat16 in the reference.
 
 This module shares no code with ``kernels.py``. It compares the position of a value between its neighbors in
-bfloat16 with a random number. It shares only SplitMix64, which defines the random numbers.
+bfloat16 with a random number. Both use SplitMix64, which defines the random numbers.
 """
 
 import numpy as np

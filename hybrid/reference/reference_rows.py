@@ -14,10 +14,10 @@ from hybrid.embedding.table_spec import OptimizerSpec
 
 State = dict[str, Tensor]
 
-# Below this rate, rows would not change, and its inverse may overflow float32.
+# A rate below this value would not change rows, and the inverse of the rate may overflow float32.
 _SMALLEST_FTRL_RATE = 1e-20
 
-# Names of optimizer state with the names in torch: state with a number per value, and state with one per row.
+# Names of optimizer state with the names in torch: a number per value, or a number per row.
 _STATE_OF_VALUES = {
     "momentum": {"buffer": "momentum_buffer"},
     "adagrad": {"sum": "sum"},
@@ -72,7 +72,7 @@ def update_rows(
 
 
 def _torch_step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """Update rows and state in place with an optimizer of torch; rows with equal step counts together."""
+    """Update rows and state in place with an optimizer of torch; rows with equal step counts share a call."""
     names = _STATE_OF_VALUES.get(spec.name, {})
     steps_U = state.get("steps", rows_UD.new_zeros(len(rows_UD)))
     for steps in steps_U.unique().tolist():
@@ -106,11 +106,11 @@ def _torch_optimizer(spec: OptimizerSpec, parameter: nn.Parameter, rate: float) 
 
 
 def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """FTRL-Proximal (McMahan et al. 2013), from any initial values and at rates that may change."""
+    """FTRL-Proximal (McMahan et al. 2013), for any initial rows, and for rates that may change."""
     if rate < _SMALLEST_FTRL_RATE:
         return
     z_UD, n_UD, l1, l2 = state["z"], state["n"], spec.ftrl_l1, spec.weight_decay
-    # z for which the current rows are the solution at this rate. With a constant rate, this is the stored z.
+    # The z whose solution at this rate is the current rows. With a constant rate, this z is the stored z.
     current_UD = -rows_UD * ((spec.ftrl_beta + n_UD.sqrt()) / rate + l2) - rows_UD.sign() * l1
     z_UD.copy_(torch.where(rows_UD == 0, z_UD, current_UD))
     sigma_UD = ((n_UD + grad_UD.square()).sqrt() - n_UD.sqrt()) / rate

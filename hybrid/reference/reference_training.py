@@ -1,9 +1,9 @@
-"""Training in one process of plain torch, with which clusters are compared.
+"""Training in one process of plain torch, the reference for comparisons with clusters.
 
 The reference shares no arithmetic with other packages. It uses autograd, ``F.embedding``,
 ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
 same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples of all
-trainers at once, unless they have nets of their own, and takes one backward pass. The rows that a step reads
+trainers together, unless each has its own net, and takes one backward pass. The rows that a step reads
 are leaf tensors, so that gradients have the size of these rows, not of the table (except with ``all_rows``).
 """
 
@@ -105,10 +105,10 @@ class Reference:
         self.skipped_steps = 0
 
     def step(self, slices: Sequence[Batch]) -> float:
-        """Take one optimizer step of all trainers; return the loss of their samples before it.
+        """Take one optimizer step of all trainers; return the loss before this step.
 
         Args:
-            slices: the batch of each trainer; any may be empty.
+            slices: the batch of each trainer; some may be empty.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and ``train.non_finite`` is stop.
@@ -163,7 +163,7 @@ class Reference:
         return rows
 
     def _read(self, table: TableSpec, ids_U: Tensor) -> Tensor:
-        """Return the rows of ids; of a growing table, initial rows for ids without one."""
+        """Return the rows of ids. Ids of a growing table without a row get initial rows."""
         if table.name not in self.keys:
             return self.tables[table.name][ids_U].to(self._dtype)
         keys, row_of = [key % 2**64 for key in ids_U.tolist()], self.keys[table.name].row_of
@@ -175,7 +175,7 @@ class Reference:
         return rows_UD
 
     def _grow(self, table: TableSpec, ids_U: Tensor) -> Tensor:
-        """Give rows to keys that a step has read, and return the row of each, or -1."""
+        """Count the keys that a step has read, add rows, and return the row of each key, or -1."""
         reference_keys = self.keys[table.name]
         keys = [key % 2**64 for key in ids_U.tolist()]
         admitted = reference_keys.count(keys, self._step)
@@ -190,7 +190,7 @@ class Reference:
     def _forward(
         self, nets: Sequence[DenseNet], slices: Sequence[Batch], rows: Mapping[str, _StepRows]
     ) -> list[Tensor]:
-        """Return ``outputs_BO`` of each slice; a stage that trainers share computes their samples at once."""
+        """Return ``outputs_BO`` of each slice; a shared stage computes all samples together."""
         dense = [batch.dense_features.to(self._dtype) for batch in slices]
         features, sizes = range(len(self._features)), [len(each) for each in dense]
         pooled = [
@@ -229,7 +229,7 @@ class Reference:
             sums_BD = F.embedding_bag(
                 index_L, rows_UD, offsets, mode="sum", per_sample_weights=weights_L, include_last_offset=True
             )
-            is_mean = table.pooling.value == "mean"  # which torch does not support with weights
+            is_mean = table.pooling.value == "mean"  # torch does not support this with weights
             return sums_BD / offsets.diff().clamp(min=1).unsqueeze(1) if is_mean else sums_BD
         if sparse.offsets is None or not spec.multi_hot:
             return F.embedding(index_L, rows_UD)
@@ -294,7 +294,7 @@ def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]:
-    """Return a net per trainer; they share the modules that DDP or tensor parallelism keeps equal."""
+    """Return a net per trainer. Nets share the modules that DDP or tensor parallelism keeps equal."""
     trainers_per_net = section.trainers_per_net
     if section.ddp == "outside":
         return [copy.deepcopy(net)] * trainers
@@ -376,7 +376,7 @@ def _unit_rate() -> torch.optim.Optimizer:
 
 
 def _rates(scheduler: lr_scheduler.LRScheduler, last_step: float = math.inf) -> Iterator[float]:
-    """Yield the rate of each step, constant after ``last_step``, where torch's formulas would reverse."""
+    """Yield the rate of each step. After ``last_step``, it is constant; torch's formulas would reverse."""
     for step in count():
         yield float(scheduler.get_last_lr()[0])
         if step < last_step:

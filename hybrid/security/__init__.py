@@ -7,7 +7,7 @@ trusted as a member of the cluster. Other processes cannot run code, read a tabl
     ──────                                        ────────
     call, arguments                               function, arguments
        │ pickle without tensors                      ▲ unpickle
-       │ sign: sender, number, receiver              │ verify: signed for this process, and new
+       │ sign: sender, number, receiver              │ verify: signed for this process, not replayed
        ▼                                             │
        ─ torch's RPC authenticates no peer, so its ports are closed once the roles are connected ─
 

@@ -30,9 +30,9 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 
 @contextmanager
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
-    """Close the sockets on which this process began to listen within a ``with`` block, at its end.
+    """At the end of the ``with`` block, close the sockets on which this process began to listen in it.
 
-    All members of the group, which share ``store``, must be connected then. Their connections stay open.
+    The members of the group share ``store``, and must be connected by then. Their connections stay open.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}

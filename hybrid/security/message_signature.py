@@ -72,7 +72,7 @@ class ReplayWindow:
         self._lock = threading.Lock()
 
     def accept(self, number: int) -> bool:
-        """Record ``number``; return False if it was recorded before, or is too old."""
+        """Record ``number``; return False if it is recorded already, or below the window."""
         size = len(self._bits)
         byte, bit = number >> 3, 1 << (number & 7)
         with self._lock:
@@ -129,7 +129,7 @@ class Signatures:
         return b"".join((start, number, *tags, sealed))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
-        """Return kind, sender and pickle of a payload; RejectedMessage without a valid, new signature."""
+        """Return kind, sender and pickle of a payload; RejectedMessage if it is forged or replayed."""
         # Senders sign contiguous tensors only. Other tensors must not be read as one range of memory.
         if not all(map(is_contiguous, tensors)):
             raise RejectedMessage(UNSIGNED)

@@ -60,7 +60,7 @@ class Secret:
 
     @classmethod
     def find(cls, file: str) -> Secret | None:
-        """Read the secret from ``file``, or if that is "", from the environment; None if there is none.
+        """Read the secret from ``file``, or from the environment if ``file`` is ""; None if none is there.
 
         Raises:
             ConfigError: the file cannot be read, other users may read it, or the secret is too simple.
@@ -133,7 +133,7 @@ class DirectionCipher:
             raise RejectedMessage(_NOT_NEXT) from None
 
     def open_into(self, sealed: memoryview, plain: memoryview) -> None:
-        """Decrypt the next message, as :meth:`open`, into memory that is ``TAG_BYTES`` shorter."""
+        """Decrypt the next message, as :meth:`open` does, into memory that is ``TAG_BYTES`` shorter."""
         try:
             self._aead.decrypt_into(self._next_nonce(), sealed, None, plain)
         except InvalidTag:

@@ -72,7 +72,7 @@ class _RaisedError(internal.RemoteException):
     object has the attributes of a call. This call returns the exception.
     """
 
-    # By this name, torch recognizes an exception that an asynchronous function raised at once.
+    # By this name, torch recognizes an exception that an asynchronous function raised before it returned.
     __module__ = internal.RemoteException.__module__
     __qualname__ = internal.RemoteException.__qualname__
     receiver: bytes | None = None  # None for an unauthenticated peer

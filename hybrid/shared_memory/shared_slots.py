@@ -8,7 +8,7 @@
 
 Each trainer has two slots and writes them in turn. A trainer signals slot n + 1 only after it has read slot n
 of all trainers, so slot n can then be overwritten. A turn thus needs one signal in each direction, and no
-lock. A signal is a byte on a Unix socket, which also reports at once that a process has ended. The memory has
+lock. A signal is a byte on a Unix socket, which also reports the end of a process. The memory has
 no name, and the kernel frees it when the last process closes it.
 """
 
@@ -66,7 +66,7 @@ class SharedSlots:
     def join(
         cls, group: dist.ProcessGroup, trainer: int, slot_bytes: int, may_share: bool, timeout_seconds: float
     ) -> SharedSlots | None:
-        """Connect the trainers of ``group``, all of which call this; None if they cannot share memory.
+        """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
         2 to ``MAX_MEMBERS`` processes on one host can share memory if ``may_share`` is true for all.
 
@@ -155,7 +155,7 @@ class SharedSlots:
 
 
 def _exchange_memory(rank: int, peers: Mapping[int, socket.socket], slot_bytes: int) -> dict[int, mmap.mmap]:
-    """Create the slots of this trainer, and return those of all ranks."""
+    """Create the slots of this trainer, and return the slots of all ranks."""
     size = _SLOTS * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with os.fdopen(create_memory(size), "rb") as file:
         memory = {rank: mmap.mmap(file.fileno(), 0)}

@@ -71,7 +71,7 @@ class BlockWriter:
         self._count = 0
 
     def write(self, tensors: Sequence[Tensor]) -> Block | None:
-        """Copy tensors into a new block; None if no gap is large enough, or the tensors are small."""
+        """Copy tensors into a free block; None if no free range is large enough, or the tensors are small."""
         length = sum(align(tensor.nbytes) for tensor in tensors)
         if length < MIN_BLOCK_BYTES:
             return None
@@ -200,5 +200,5 @@ def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]
 
 
 def align(position: int) -> int:
-    """Round a byte position up to the next one at which a tensor may start."""
+    """Round a byte position up to the next position at which a tensor may start."""
     return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -64,7 +64,7 @@ def parse_fields(kind: type[Fields], content: Any) -> Fields:
 
 
 def parse_value(name: str, hint: Any, value: Any) -> Any:
-    """Return a JSON value as the type ``hint``; TypeError, which names ``name``, if it has another type."""
+    """Return a JSON value as the type ``hint``; if it has another type, raise a TypeError with ``name``."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return parse_fields(hint, value)
     if isinstance(hint, type) and issubclass(hint, tuple) and isinstance(value, list):  # a NamedTuple

@@ -97,7 +97,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return the entries of a folder by name, or with ``is_deep`` all files below it; none if missing."""
+    """Return the entries of a folder by name; with ``is_deep``, all files below. Empty if it is missing."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
@@ -237,7 +237,7 @@ def local_copy(
 
 @contextmanager
 def open_writer(path: StoragePath) -> Iterator[Writer]:
-    """Open a file for writing. At the end it is flushed to the disk, and replaces an existing file.
+    """Open a file for writing. At the end, the file is flushed to the disk and replaces an existing file.
 
     A failure leaves the existing file unchanged. A link is replaced, not followed.
     """
@@ -245,7 +245,7 @@ def open_writer(path: StoragePath) -> Iterator[Writer]:
         with open_remote_writer(path) as stream:
             yield cast(Writer, stream)
         return
-    # The name is fixed, so this process removes the unfinished file of a killed one.
+    # The name is fixed, so this process removes the unfinished file of a killed process.
     partial = path.with_name(f".{path.name[-_MAX_PARTIAL_NAME:]}.unfinished")
     try:
         partial.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ _BUILD_POLL_SECONDS = 0.2
 
 @contextmanager
 def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WAIT_SECONDS) -> Iterator[int]:
-    """Lock a run folder, which is created if missing, and yield the descriptor of the lock.
+    """Lock a run folder, and yield the descriptor of the lock. A missing folder is created.
 
     Each role inherits the descriptor. The system releases the lock when the last process with the descriptor
     ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles.
@@ -76,7 +76,7 @@ def lock_until_exit(folder: Path, key: str) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, which is created if missing; return its descriptor, or None if it is locked already."""
+    """Lock a file, and create it if missing; return its descriptor, or None if it is locked already."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +112,7 @@ def build_directory(target: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to ``target`` at the end; the caller holds the lock for it.
 
     After an exception, the folder is removed. Unfinished folders of killed processes are removed first, also
-    those of other targets.
+    folders for other targets.
     """
     folder = target.with_name(_UNFINISHED + target.name)
     for other in target.parent.glob(f"{_UNFINISHED}*"):

@@ -275,7 +275,7 @@ class RemoteReader(io.RawIOBase):
 
 
 class _RemoteWriter:
-    """A file of a store, open for writing; it becomes visible when it is closed.
+    """A file of a store, open for writing; the file becomes visible when the writer is closed.
 
     pyarrow cannot discard a stream: closing or deleting a stream completes its file. So a small file is sent
     in one request by :meth:`close`. A large file is sent under a temporary name if a file with its name

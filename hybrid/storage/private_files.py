@@ -36,7 +36,7 @@ def open_file(
 ) -> int:
     """Open a regular file, and return its descriptor; usable as the ``opener`` of Python's :func:`open`.
 
-    Links, FIFOs and devices are refused, because a folder from another user may contain some.
+    Links, FIFOs and devices are refused, because the folder of another user may contain them.
 
     Args:
         flags: as for :func:`os.open`.
@@ -102,7 +102,7 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Return whether others can write to a folder; a bit of ``safe_mode`` makes that harmless."""
+    """Return whether others can write to a folder. With a bit of ``safe_mode``, that is harmless: False."""
     status = folder.stat()
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
@@ -147,6 +147,6 @@ def choose_compile_cache() -> None:
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="hybrid-torch-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        os.environ.setdefault("MPLCONFIGDIR", str(folder))  # else a warning if $HOME is read-only
+        os.environ.setdefault("MPLCONFIGDIR", str(folder))  # matplotlib would warn if $HOME is read-only
     for name in missing:
         os.environ[name] = str(folder / _COMPILE_CACHES[name])

@@ -51,8 +51,8 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    A value that needs a signature and has none is replaced by its default. A value of ``uses``, or the name
-    of user code, is refused instead.
+    A value that needs a signature and has none is replaced by its default. If the section of the
+    value is in ``uses``, or the value names user code, an error is raised instead.
 
     Args:
         overrides: see :func:`load_config`; these values need no signature.
@@ -85,7 +85,7 @@ def load_run_config(
 
 
 def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """Yield section, name, key and the first element without a signature, for each value that has some."""
+    """For each value with unsigned elements, yield section, name, key and the first such element."""
     lines = read_text(path).splitlines()
     signatures = [line.removeprefix(_PREFIX).strip().encode() for line in lines if line.startswith(_PREFIX)]
     own = _key() if signatures else None
@@ -98,7 +98,7 @@ def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str
 
 
 def _elements_to_sign(key: Key, value: Any) -> list[Any]:
-    """Return the elements of a value that need a signature; a value that is no list is one element."""
+    """Return the elements of a value that need a signature. A value that is not a list is one element."""
     elements, default = (value, key.default or ()) if key.is_list else ([value], [key.default])
     return [each for each in elements if each not in default and not re.fullmatch(key.unsigned, str(each))]
 

@@ -26,13 +26,13 @@ from hybrid.errors import ConfigError, HybridError, first_line
 PROJECT = ("hybrid", "workers")
 _PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 _LOG = logging.getLogger(__name__)
-# Names of folders for installed packages. PYTHONPATH or .pth files may add those of another Python.
+# Names of folders for installed packages. PYTHONPATH or .pth files may add folders of another Python.
 _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
 
 class FolderFinder(importlib.abc.MetaPathFinder):
-    """Finds modules in a folder: those that the user has named, and those that user code in it imports.
+    """Finds a module in a folder if the user has named the module, or user code in the folder imports it.
 
     The folder is not added to ``sys.path``. Otherwise torch and other packages would find optional modules in
     it, which somebody else may have written.
@@ -73,7 +73,7 @@ def load_function(
 
     Args:
         key: the configuration key that has the name, for errors.
-        parameters: names of the positional arguments that the function must accept; none for no check.
+        parameters: names of the positional arguments that the function must accept; no check if empty.
         folder: the folder of the module; None for the working directory, or an installed module.
 
     Raises:

@@ -65,7 +65,7 @@ _CHECKPOINT_OF_RUN = "run folder, for its best checkpoint, or one checkpoint; a 
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of one command, with its name in ``command``; exit with 2 if they are wrong."""
+    """Return the options, with the command's name in ``command``; exit with 2 if an argument is invalid."""
     parser, commands = _parsers()
     values = list(sys.argv[1:] if arguments is None else arguments)
     command = next((each for each in values if not each.startswith("-")), None)

@@ -18,14 +18,14 @@ from workers.console.messages import logging_to_stderr, print_line, tolerate_los
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
 from workers.module_imports import exclude_working_directory
 
-# Numba reads it in the working directory. It can name a folder of compiled code, which numba would load.
+# Numba reads this file in the working directory. The file can name a folder of compiled code to load.
 _NUMBA_FILE = Path(".numba_config.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; if it fails, print a line and exit with a :class:`workers.exit_codes.ExitCode`."""
     started_at = time.time()
-    # torch's C++ code logs each broken connection with a stack; the roles report it in one line.
+    # torch's C++ code logs each broken connection with a stack; the roles report the connection in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     exclude_working_directory()
     options = parse(arguments)

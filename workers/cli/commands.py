@@ -48,9 +48,9 @@ _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, h
 
 
 def launch_command(options: argparse.Namespace) -> None:
-    """Train on a cluster, which is restarted if it fails; with ``--seeds``, once for each seed."""
+    """Train on a cluster, and restart the cluster if it fails. With ``--seeds``, train once for each seed."""
     with _json_output(options.json) as result:
-        requests = [_requested_run(each) for each in _by_seed(options)]  # all are checked before one trains
+        requests = [_requested_run(each) for each in _by_seed(options)]  # all are checked before training
         for config, folder, is_resumed, end_message in requests:
             if not end_message:
                 held = run_access.hold_run(folder, is_resumed)
@@ -267,7 +267,7 @@ def master_command(options: argparse.Namespace) -> None:
 
 
 def _lead(config: RunConfig, task: Task, secret: Secret) -> None:
-    """Run a task as the master; an error gets the exit code of the cluster."""
+    """Run a task as the master; raise an error as ReportedError, with the exit code of the cluster."""
     with importing_torch():
         from workers import master
 
@@ -301,7 +301,7 @@ def role_command(options: argparse.Namespace) -> None:
 
 
 def _master_address(options: argparse.Namespace) -> MasterAddress:
-    """Return the address of ``--master``, or of torchrun's MASTER_ADDR, but not with torchrun's port."""
+    """Return the address of ``--master``; without the option, the host in torchrun's MASTER_ADDR."""
     address: str = options.master or master_host(os.environ)
     if not address:
         raise ConfigError("--master", "must be given: HOST or HOST:PORT (torchrun sets MASTER_ADDR instead)")
@@ -454,7 +454,7 @@ def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
 
 
 def index_of(environment: Mapping[str, str], kind: RoleKind) -> int:
-    """Return the index of a trainer or worker for which ``--index`` is not given."""
+    """Return the index of this trainer or worker if the option ``--index`` is not given."""
     if _INDEX not in environment:
         rule = f"must be given: the index of the {kind}, from 0 (Kubernetes sets {_INDEX} in indexed jobs)"
         raise ConfigError("--index", rule)

@@ -50,7 +50,7 @@ _KEEP = "--keep"
 _GIVEN = "the paths given"  # in errors
 _LABEL_WIDTH = 20
 _EXPORTED_STEP = re.compile(r"step-[0-9]{8,18}")
-_KEPT_EXPORTS = 2  # a server may still read the one before the newest
+_KEPT_EXPORTS = 2  # a server may still read the folder before the newest
 _PROGRAMS = {"program", "onnx"}  # formats that need the tables in memory
 _warn = partial(print_line, to_stderr=True)
 
@@ -61,7 +61,7 @@ WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
 def evaluate(
     folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
 ) -> dict[str, Any]:
-    """Print the metrics of a trained model on labeled files, or on the test rows of its run; return them."""
+    """Print and return the metrics of a trained model on labeled files, or on the test rows of its run."""
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
         if inputs:
@@ -112,7 +112,7 @@ def predict(
     *,
     top_k: int | None = None,
 ) -> dict[str, Any]:
-    """Write, for each valid row, the row's number in the input, kept columns, and predictions.
+    """Write, for each valid row, its number in the input, the columns ``keep``, and its predictions.
 
     Rows are read, predicted and written in blocks, so the memory does not depend on the number of rows.
 
@@ -154,7 +154,7 @@ def predict(
         if name in keep[:index]:
             raise ConfigError(_KEEP, "names a column twice", name)
     passthrough = [(_KEEP, name) for name in keep]
-    item = "" if items is None else items.column  # which a search does not need
+    item = "" if items is None else items.column  # a search needs no item column
     # No progress while rows go to standard output or come from standard input.
     is_quiet = output == STDOUT or STREAM in inputs
     with nullcontext(ignore_progress) if is_quiet else transient_status() as report_progress:
@@ -180,7 +180,7 @@ def predict(
 def _standard_input(
     trained: TrainedRun, passthrough: Sequence[tuple[str, str]], item: str, *, at_once: bool
 ) -> SourceRows:
-    """Return the rows of standard input; with ``at_once``, rows are not collected into full blocks."""
+    """Return the rows of standard input; with ``at_once``, a block may have fewer rows than a full one."""
     descriptor = 0
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
@@ -196,7 +196,7 @@ def _standard_input(
 def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
     """Open a CSV or Parquet file that exists only once it is complete; HybridError if it cannot be written.
 
-    Rows for :data:`STDOUT` are written at once; the process ends if the reader has closed the pipe.
+    Rows for :data:`STDOUT` are not buffered. The process ends if the reader has closed the pipe.
     """
     try:
         if output == STDOUT:
@@ -208,7 +208,7 @@ def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
             writer = stack.enter_context(storage.open_writer(output))
             is_parquet = output.suffix == ".parquet"
             yield _parquet_writer(writer, stack, output) if is_parquet else _csv_writer(writer)
-    except HybridError:  # such as an error of the store of the input
+    except HybridError:  # such as an error of the store that has the input
         raise
     except OSError as error:
         if output == STDOUT and isinstance(error, BrokenPipeError):
@@ -275,7 +275,7 @@ def export_run(
 
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
-        formats: of "program", "onnx" and "tables".
+        formats: one or more of "program", "onnx" and "tables".
         dtype: data type of the tables; None for the data type of their rows. For a narrower type than the
             run's, the metrics before and after the conversion are printed.
         module: see :func:`predict`.
@@ -412,7 +412,7 @@ def check_new(output: StoragePath) -> None:
 def _read_model(
     folder: StoragePath, trust_code: bool, module: str | None, *, uses_data: bool, in_memory: bool = False
 ) -> TrainedModule:
-    """Read the best checkpoint of a run, or a given one; by default, the tables stay in their files."""
+    """Read the best checkpoint of a run, or a given checkpoint; with ``in_memory``, read the tables, too."""
     with transient_status() as report_progress:
         report_progress("reading the model")
         trained = TrainedRun.read(folder, _warn, trust_code, uses_data=uses_data)

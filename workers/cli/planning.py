@@ -37,7 +37,7 @@ from hybrid.shared_memory.shared_slots import MAX_MEMBERS
 from workers.console.terminal import transient_status
 
 _GRADIENT_BYTES = 4
-# Measured memory besides tables and nets: per process, per value of a vector, and per byte of a message.
+# Measured memory in addition to tables and nets: per process, per value of a vector, per byte of a message.
 _TRAINER_BYTES, _BYTES_PER_VALUE = 52.67e6, 99.87
 _WORKER_BYTES, _BYTES_PER_MESSAGE_BYTE = 41.05e6, 10.28
 _BLOCKS = 3_000  # of a table; the rows of a block have nearly the same frequency
@@ -139,7 +139,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _workers(config: RunConfig, plan: Plan) -> Table:
-    """Return the table of the workers; consecutive workers with equal values share a line."""
+    """Return a text table of the workers; consecutive workers with equal values share a line."""
     table = _table("worker", "tables", "rows", "MiB", "MiB moved a step")
     times = config.cluster.trainers * config.train.micro_batches
     moved_W = times * (plan.traffic.up_bytes_W + plan.traffic.down_bytes_W)
@@ -231,7 +231,7 @@ def make_plan(
     is_ring = hosts.count > 1 or trainers > MAX_MEMBERS
     ring_bytes = 2 * (trainers - 1) / trainers * parameters * _GRADIENT_BYTES if is_ring else 0.0
     trainers_H = np.bincount(np.arange(trainers) % hosts.count, minlength=hosts.count)
-    # Whether a host has a worker; its product with a vector of values by worker has the sums by host.
+    # 1 if a host has a worker, else 0. The product with a vector of values by worker has the sums by host.
     has_worker_HW = np.arange(hosts.count)[:, None] == (trainers + np.arange(workers)) % hosts.count
     # Bytes from each host to each other host.
     bytes_HH = np.outer(trainers_H, has_worker_HW @ up_W) + np.outer(has_worker_HW @ down_W, trainers_H)
@@ -277,7 +277,7 @@ def traffic(
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
-        wire_bytes: bytes of a value in a message; None for those in the rows, and in their gradients.
+        wire_bytes: bytes of a value in a message; None for the data types of the rows and the gradients.
     """
     by_worker_2W, values = np.zeros((2, placement.num_workers)), 0.0
     for table in tables:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybrid.data.dataset.dataset_manifest import DatasetReport
     from hybrid.data.encode.feature_encoder import UnknownValues
 
-# Control characters of both sets, bidirectional marks, separators of lines and paragraphs, and surrogates,
+# Control characters (C0 and C1), bidirectional marks, separators of lines and paragraphs, and surrogates,
 # which stand for bytes of file names that are not UTF-8.
 _INVISIBLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -40,7 +40,7 @@ class Verbosity(IntEnum):
 
     QUIET = 0  # results, warnings and errors
     NORMAL = 1
-    VERBOSE = 2  # log records too
+    VERBOSE = 2  # like NORMAL, and log records
 
 
 _verbosity = Verbosity.NORMAL
@@ -140,7 +140,7 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
 
 
 def unknown_fractions(unknown: Sequence[UnknownValues]) -> str:
-    """Return the fraction of unknown values by column, the largest first; "none" if all are known."""
+    """Return a text with the fraction of unknown values by column, largest first; "none" without any."""
     columns = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
     shown = [f"{u.name} {u.fraction:.2%}" for u in columns[:_MAX_COLUMNS]]
     if len(columns) > _MAX_COLUMNS:
@@ -179,7 +179,7 @@ def tolerate_lost_output(
     Args:
         command: name of the command, for messages.
         run_continues: whether the command does more than print.
-        names: of stdout and stderr, for messages.
+        names: what messages call stdout and stderr.
         report_to: descriptor to which messages are written.
 
     Yields:

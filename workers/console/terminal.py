@@ -1,4 +1,4 @@
-"""The view of a run: a live region on a terminal, plain lines in a pipe or file. Free of torch."""
+"""The view of a run: a live region on a terminal, plain lines in a pipe or file. Does not import torch."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show a log step; it replaces the last log step and the status."""
+        """Show a log step instead of the last log step and the status."""
         self._progress = progress
         if self._live is not None:
             self._draw()

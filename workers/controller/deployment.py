@@ -84,14 +84,14 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint whose parts the roles hold in memory until it is written."""
+    """A checkpoint before it is written: the roles keep its parts in memory."""
 
     folder: StoragePath
     manifest: Manifest  # without the list of files
     texts: Mapping[str, str]  # text files, by name
     # Reports of trainers since the last log step, in a separate file if there are any.
     reports: Mapping[str, Tensor]
-    # Starts the calls that make roles write their parts into a folder and release the memory.
+    # Starts calls to all roles: a role writes its part into a folder, then releases the memory.
     start: Callable[[StoragePath], Sequence[transport.Pending[Files]]]
     is_copied: bool  # whether roles hold copies, so that training can continue
     # Vocabularies by name. All checkpoints of a run share one file; a checkpoint elsewhere gets a copy.
@@ -123,7 +123,7 @@ class HeldCheckpoint:
             if self.reports:
                 files |= write_tensors(partial, PROGRESS_FILE, self.reports)
         finally:
-            for writer in writers:  # after an error the folder is removed, so no role may still write
+            for writer in writers:  # after an error, too: no role may write after the removal
                 while not writer.done(_POLL_SECONDS):
                     pass
         try:

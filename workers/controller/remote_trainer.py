@@ -54,11 +54,11 @@ class TrainerReport:
     labels: Tensor
     phase_seconds: dict[str, float]  # time by phase
     skipped_steps: int  # number of steps without an update
-    event_time: float = -math.inf  # the largest event time of the rows of the steps, of all trainers
+    event_time: float = -math.inf  # the largest event time in the rows that all trainers read in these steps
 
 
 def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:
-    """Return the loader of a trainer's slices; only training rows are shuffled and keep groups together."""
+    """Return the loader of a trainer's slices. Shuffling and whole groups apply to training rows only."""
     return BatchLoader(
         dataset,
         batch_size=config.train.batch_size,
@@ -147,7 +147,7 @@ class Trainer:
         """Train on this trainer's slice of some steps of an epoch of the prepared data set.
 
         Args:
-            epoch: number of passes before this one.
+            epoch: number of earlier passes over the data.
             first_step, num_steps: steps within the epoch.
         """
         if self._stream is None or self._position != (epoch, first_step):
@@ -166,12 +166,12 @@ class Trainer:
         self._begin_aligned(self._stream, steps_before)
 
     def train_on_unit(self, num_steps: int, steps_before: int, until: float = math.inf) -> TrainerReport:
-        """Take up to ``num_steps`` steps of the opened unit; fewer if it ends.
+        """Take ``num_steps`` steps of the opened unit, or fewer if the unit ends.
 
         Args:
-            until: event time that ends the call, after the first step that reaches it.
+            until: the call ends after the first step that reaches this event time.
         """
-        if self._config.data.is_topic:  # no look-ahead: the rows of later steps may come later
+        if self._config.data.is_topic:  # no look-ahead, because the rows of later steps may not exist yet
             assert self._stream is not None
             self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before, until)
         report = self._train(num_steps, until)
@@ -267,13 +267,13 @@ class Trainer:
         self._engine.feed.flush()
 
     def begin_save(self, name: str | None, is_delta: bool = False) -> None:
-        """Hold a copy of the dense net and its optimizer for :meth:`write`.
+        """Copy the dense net and its optimizer in memory; :meth:`write` writes the copy.
 
-        If several trainers hold one net, all of them must be called at the same time.
+        If one net is split over several trainers, call this method on all of them at the same time.
 
         Args:
             name: name of the file to write; None if another trainer writes the net.
-            is_delta: whether to hold the net without its optimizer.
+            is_delta: whether to copy the net without its optimizer.
         """
         net, state = self._engine.model.net, self._optimizer.optimizer.state_dict()["state"]
         full = self._placement.convert(net, net.state_dict(), state, full_tensor)
@@ -281,7 +281,7 @@ class Trainer:
             self._held = name, pack_dense(full[0], {} if is_delta else full[1])
 
     def write(self, folder: StoragePath) -> Files:
-        """Write the held copy into a checkpoint folder, and release it."""
+        """Write the copy of :meth:`begin_save` into a checkpoint folder, and release its memory."""
         name, held = self._held
         self._held = DENSE_FILE, {}
         return write_tensors(folder, name, held)

@@ -81,7 +81,7 @@ class Session:
         ConfigError: the initial model cannot be used.
 
     Attributes:
-        encoder: the encoder that checkpoints have if there is no ``data_folder``.
+        encoder: the encoder that checkpoints contain; used only without a ``data_folder``.
         warning: a warning to show before training; None if there is none.
         initial: the initial model; None if it is not read.
         hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
@@ -190,7 +190,7 @@ class Session:
         return metrics
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Return each learning rate of the configuration in the last of ``step`` steps, by its key."""
+        """Return, by configuration key, each learning rate that step number ``step`` (from 1) used."""
         factor = self._schedule.factor(step - 1)
         values = ((f"{section}.{name}", value) for section, name, _, value in key_values(self.config))
         return {key: value * factor for key, value in values if key.endswith(".learning_rate")}
@@ -213,7 +213,7 @@ class Session:
             transport.gather([each.call(JobObject.record, self.recorded) for each in self._objects])
 
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
-        """Write a checkpoint after all steps taken: every worker writes its rows, trainer 0 the dense net.
+        """Write a checkpoint of the current step: every worker writes its rows, trainer 0 the dense net.
 
         ``hybrid evaluate`` and ``hybrid predict`` can use it.
         """
@@ -230,14 +230,14 @@ class Session:
         reports: Mapping[str, Tensor] = MappingProxyType({}),
         in_background: bool = True,
     ) -> HeldCheckpoint:
-        """Begin :meth:`save`: make every role hold its part of the checkpoint after the steps taken.
+        """Begin :meth:`save`: every role prepares its part of the checkpoint of the current step.
 
-        A checkpoint must be written before the next one begins. Training can continue during the writing if
-        the roles hold copies.
+        The caller must write a checkpoint before it begins the next one. Training can continue during the
+        writing if the roles have copied their parts.
 
         Args:
             progress, reports: the counts of the run, and the reports of trainers since the last log step.
-            in_background: whether roles hold copies, provided that workers have enough memory.
+            in_background: whether roles copy their parts, if the workers have enough memory.
         """
         progress = {**progress, **self._own_progress()}
         is_copied = in_background and not memory_shortage(
@@ -264,7 +264,7 @@ class Session:
         return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
-        """Make every role hold its nets, and the rows changed since the delta or checkpoint ``parent``.
+        """Make every role copy its nets, and its rows that changed since the delta or checkpoint ``parent``.
 
         Without a ``data_folder``, the delta has the encoder, whose scaling may follow the stream.
         """
@@ -275,10 +275,10 @@ class Session:
     def _hold(
         self, is_copied: bool, is_delta: bool = False
     ) -> Callable[[StoragePath], Sequence[transport.Pending[Files]]]:
-        """Make every role hold its files; return a function that makes the roles write them."""
+        """Make every role prepare its files; return a function that makes the roles write the files."""
         self._flush()
         bulk = BULK_TIMEOUT_SECONDS
-        # If several trainers hold one net, one of them saves it.
+        # If one net is split over several trainers, one of them saves it.
         dense, num_trainers = self.config.dense, len(self.trainers)
         saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
         hold = HostedModule.begin_save
@@ -291,7 +291,7 @@ class Session:
         return lambda partial: [w.call(JobObject.write, partial, timeout_seconds=bulk) for w in writers]
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, to train on; CheckpointError if it is of another model."""
+        """Load a checkpoint, to continue training; CheckpointError if it is of another model."""
         self.restore(stored)
         self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
@@ -337,7 +337,7 @@ class Session:
         transport.gather([each.call(JobObject.close) for each in self._objects])
 
     def _flush(self) -> None:
-        """Wait until the workers have the gradients of all steps; updates may still run."""
+        """Wait until the workers have received, but perhaps not applied, the gradients of all steps."""
         transport.gather([trainer.call(Trainer.flush) for trainer in self.trainers], self._meanwhile)
 
     def _meanwhile(self) -> None:
@@ -366,7 +366,7 @@ class DatasetSession(Session):
         reports: reports of the samples of each split.
         best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown, or
             if metrics are weighted.
-        limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
+        limit: the key whose value ends the run, ``train.epochs`` or ``train.max_steps``.
     """
 
     ended_unit = ""
@@ -419,7 +419,7 @@ class DatasetSession(Session):
         return None
 
     def is_ready(self, step: int) -> bool:
-        """Return whether the rows of the step after ``step`` steps are there; a stream may wait for them."""
+        """Return whether the rows of step ``step + 1`` exist; a session of a stream may wait for them."""
         return True
 
     def has_rows(self, split: str) -> bool:

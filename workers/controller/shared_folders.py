@@ -72,7 +72,7 @@ class SharedFolders:
     remote_roles: Sequence[Role]  # roles on other hosts, or with other mounts, than the master
 
     def check_data(self, folder: StoragePath) -> None:
-        """Check that all trainers see the master's prepared data; RemoteError, with both hosts, if not."""
+        """Check that all trainers see the master's prepared data; else raise RemoteError with both hosts."""
         trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
         if trainers and not isinstance(folder, RemotePath):
             manifest = folder.absolute() / FILE_NAME

@@ -31,7 +31,7 @@ from workers.controller.session import DatasetSession, Session
 
 
 class StreamSession(DatasetSession):
-    """A session that trains on the units of a stream. ``total_steps`` is known once the stream ends.
+    """A session that trains on the units of a stream. ``total_steps`` is unknown until the stream ends.
 
     Args:
         stored: the checkpoint that will be loaded; None for a new run, which waits for its first unit.
@@ -41,8 +41,8 @@ class StreamSession(DatasetSession):
         DataError: the first unit is missing, or cannot be read.
 
     Attributes:
-        encoder: fitted on a sample of the first unit; with ``train.initial``, numbers are scaled as there.
-            With ``scaling_momentum``, the scaling follows each unit.
+        encoder: fitted on a sample of the first unit. With ``train.initial``, it scales numbers as the
+            initial model does. With ``scaling_momentum``, the scaling follows each unit.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StreamSession(DatasetSession):
         return self._cursor.unit
 
     def is_ready(self, step: int) -> bool:
-        """Return whether there are rows for the next step; else wait for a moment, or end the run."""
+        """Return whether there are rows for the next step. If not, wait for a moment, or end the run."""
         cursor, self.is_delta_due = self._cursor, False
         has_rows = cursor.has_rows()
         if cursor.unit is not None and not self._is_open:

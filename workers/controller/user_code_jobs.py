@@ -149,7 +149,7 @@ class ScriptJob:
         return ExitCode.DONE
 
     def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> _SaveError | None:
-        """Make every worker write its rows, and trainer 0 the module; return the error if that fails."""
+        """Make every worker write its rows, and trainer 0 its module; return an error, or None."""
         tables = self._tables[request.number]
         bulk = BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
@@ -197,7 +197,7 @@ def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: 
 class Script(Backend):
     """A script in a trainer process, and its backend, which sends requests to the master.
 
-    The master creates the object, and calls its public methods that :class:`Backend` does not have.
+    The master creates the object. It calls those public methods that are not methods of :class:`Backend`.
 
     Args:
         task: the script, with its absolute path.
@@ -220,7 +220,7 @@ class Script(Backend):
         threading.Thread(target=self._run, name="script", daemon=True).start()
 
     def next_request(self, seconds: float) -> ScriptRequest | None:
-        """Return the next request, or None after the timeout; raise an exception of the script."""
+        """Return the next request, or None after the timeout; if the script failed, raise its exception."""
         try:
             request = self._requests.get(timeout=seconds)
         except Empty:
@@ -290,7 +290,7 @@ class Script(Backend):
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a Python file as a program, with imports from its folder; HybridError for another status than 0."""
+    """Run a Python file as a program, with imports from its folder; HybridError if it exits with an error."""
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))
     FolderFinder.search(Path())

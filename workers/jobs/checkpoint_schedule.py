@@ -36,7 +36,7 @@ from workers.controller.session import Session
 from workers.run_folder.run_files import RunFolder
 
 _POLL_SECONDS = 0.05
-_MAX_DELTAS = 1000  # since a full checkpoint; a new follower applies all of them
+_MAX_DELTAS = 1000  # of deltas since a full checkpoint; a new follower applies all of these deltas
 _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a listing
 
 
@@ -73,7 +73,7 @@ class Interval:
         return math.fsum(loss for report in self._by_rank for loss in report.losses) / self.num_steps
 
     def score(self, task: TaskSection) -> float:
-        """Return the score of the first task, from predictions of the samples before their updates."""
+        """Return the score of the first task, from predictions made before training on their samples."""
         outputs_N = torch.cat([report.outputs for report in self._by_rank])
         labels_N = torch.cat([report.labels for report in self._by_rank])
         has_label_N = ~labels_N.isnan()
@@ -133,7 +133,7 @@ class RunCounts:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
-        """Return the counts that :meth:`pack` returned, or new counts if there are none.
+        """Return the counts that :meth:`pack` has packed, or zero counts if ``values`` has none.
 
         Raises:
             CheckpointError: another version of hybrid has packed them.
@@ -209,11 +209,11 @@ class Checkpoints:
 
     @property
     def expected_best(self) -> Best | None:
-        """The value that ``best`` has once the pending checkpoint is written."""
+        """The value that ``best`` will have after the pending checkpoint is written."""
         return self._pending.best if self._pending else self.best
 
     def steps_to_next(self, step: int) -> float:
-        """Return the number of steps until ``every_steps`` or the deltas require a write; may be infinite."""
+        """Return the number of steps until a checkpoint or delta is due by steps; may be infinite."""
         every, of_delta = self.section.every_steps, self.section.delta_call.arguments.get("steps", 0)
         return min(
             every - step % every if every else math.inf,
@@ -221,7 +221,7 @@ class Checkpoints:
         )
 
     def write_if_due(self, now: TrainingState, is_evaluated: bool, is_waiting: bool = False) -> None:
-        """Begin to write a checkpoint or a delta if one is due, or a checkpoint if the model is the best.
+        """Begin to write a due checkpoint or delta. A checkpoint is also due if the model is the best so far.
 
         Args:
             is_evaluated: whether ``now.metrics`` belong to this step.
@@ -249,12 +249,12 @@ class Checkpoints:
             self._begin_delta(now)
 
     def poll(self) -> None:
-        """Finish the pending checkpoint if it is written; called between steps."""
+        """Complete the pending checkpoint if all its files are written; called between steps."""
         if self._pending is not None and self._pending.written.done():
             self.finish()
 
     def finish(self) -> bool:
-        """Wait for the pending checkpoint, which is removed if it fails; return whether there was one."""
+        """Wait for the pending checkpoint; remove it after an error. Return whether one was pending."""
         if self._pending is None:
             return False
         with self._warn_on_failure(self._pending.step):
@@ -262,7 +262,7 @@ class Checkpoints:
         return True
 
     def write_last(self, now: TrainingState, is_stopped: bool = False) -> None:
-        """Write the last checkpoint of a run that ends, unless it exists; CheckpointError if that fails."""
+        """Write the last checkpoint of a run unless it exists; CheckpointError if writing fails."""
         self.finish()
         self._write_delta(now)
         best = self.best if is_stopped else self._choose_best(now, self.best)
@@ -285,7 +285,7 @@ class Checkpoints:
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
-        """Add the evaluation to the checkpoint of this step if it has none, because the run was stopped."""
+        """Add the evaluation to this step's checkpoint, if a stopped run wrote the checkpoint without one."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self.run.sync()
@@ -327,7 +327,7 @@ class Checkpoints:
         self._delta_begun_at, self._delta_step = time.monotonic(), step
 
     def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
-        """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
+        """Make every role prepare its files, and begin to write. Training has paused since ``start``."""
         root = self.run.checkpoint_root
         folder, self.saved_step = checkpoint_folders.step_folder(root, now.step), now.step
         if folder in checkpoint_folders.list_checkpoints(root):  # was due at this step, or by a stopped run
@@ -383,7 +383,7 @@ class Checkpoints:
             written.set_exception(error)
 
     def _publish(self, manifest: Manifest, is_delta: bool, taken_at: float) -> None:
-        """Add a checkpoint or a delta to the chain that followers read, and remove deltas that left it."""
+        """Add a checkpoint or a delta to the chain of deltas; remove the deltas that left the chain."""
         root, before = self.run.checkpoint_root, self._chain
         if not is_delta:
             chain = self._rebased(manifest, taken_at)
@@ -409,7 +409,7 @@ class Checkpoints:
         chain, identity = self._chain, identity_of(manifest)
         if chain is None or chain.last.step != manifest.step:
             return DeltaChain(ModelVersion(0, manifest.step, identity, "", taken_at), identity)
-        # Followers of the last checkpoint still find the deltas that lead to this one.
+        # Followers of the previous checkpoint still find the deltas that lead to this checkpoint.
         recent = tuple(delta for delta in chain.deltas if delta.sequence > chain.base.sequence)
         return DeltaChain(chain.last, identity, recent)
 
@@ -420,7 +420,7 @@ class Checkpoints:
             self.warn(f"an old checkpoint could not be removed: {error}")
 
     def _end(self) -> None:
-        """Wait for the pending checkpoint, if there is one, and log it; raise its error."""
+        """Wait for the writing of the pending checkpoint, if any, and log it; raise its error."""
         pending = self._pending
         if pending is None:
             return

@@ -86,7 +86,7 @@ class Difference:
     @classmethod
     def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:
         """Compare two tensors; if a value is NaN or the shapes differ, the difference is infinite."""
-        if actual.shape != expected.shape:  # a growing table has other keys
+        if actual.shape != expected.shape:  # the two sides have different keys of a growing table
             return cls(name, torch.inf, torch.inf)
         if not expected.numel():
             return cls(name, 0.0, 0.0)
@@ -175,7 +175,7 @@ def reference_snapshot(reference: Reference) -> Snapshot:
 
 
 def _restore(reference: Reference, start: Snapshot) -> None:
-    """Set the nets and the optimizer state of one process to those of the cluster at the start."""
+    """Set the nets and the optimizer state of one process to the cluster's values at the start."""
     for table, state in reference.table_states.items():
         for kind, tensor in state.items():
             tensor.copy_(start[TensorName(f"table {table}", kind)])

@@ -30,7 +30,7 @@ from workers.jobs.run_summary import PATIENCE, Outcome
 from workers.run_folder.run_access import RESULT_FILE, UNKNOWN_FRACTION, checkpoint_root
 from workers.run_folder.run_files import RunFolder
 
-# Approximate time of a call to the trainers, which a requested stop waits for.
+# Approximate duration of a call to the trainers. A requested stop waits for the end of the call.
 CALL_SECONDS = 1.0
 _SECOND_CTRL_C = "; a second Ctrl-C stops at once"
 
@@ -43,9 +43,9 @@ def is_patience_over(
     start: int = 0,
     undefined: Sequence[int] = (),
 ) -> bool:
-    """Whether a run ends after ``step``, because its last evaluations did not improve on the best one.
+    """Whether a run ends after ``step`` because its last evaluations were not better than the best one.
 
-    The count of evaluations follows from the step, so a resumed run ends at the same step. If no evaluation
+    The step determines the count of evaluations, so a resumed run ends at the same step. If no evaluation
     is the best, evaluations after ``start`` count. Evaluations at the steps ``undefined`` do not count.
     """
     every = train.eval_every_steps or steps_per_epoch
@@ -55,7 +55,7 @@ def is_patience_over(
 
 
 class Training:
-    """A job that trains a run, from its first step or a checkpoint, to its summary.
+    """A job that trains: it begins at step 0 or at a checkpoint, and ends with the summary of the run.
 
     The run folder is written only after all roles have their tables and nets.
 
@@ -75,7 +75,7 @@ class Training:
         self._is_binary = next(iter(self._tasks.values())).kind == "binary"
         self._step = 0
         self._selection = config.data.selection_split
-        self._metrics: Metrics | None = None  # of the last evaluation, of the selection split
+        self._metrics: Metrics | None = None  # of the last evaluation on the selection split
         self._tested: tuple[int, Metrics] | None = None  # the step and the metrics of the result
         self._counts = RunCounts()
         self._profile: Path | None = None
@@ -286,7 +286,7 @@ class Training:
         view.evaluation(name, self._step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """Make the view announce a stop at ``step``, if a stop is requested during the next call."""
+        """Prepare the next call: if a stop is requested during the call, the view announces ``step``."""
 
         def announce() -> None:
             if self._stop.is_requested and not self._is_stop_announced:

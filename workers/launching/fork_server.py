@@ -88,9 +88,9 @@ def serve(descriptor: int, launcher: int) -> None:
     """Run the server until the launcher ends; ``descriptor`` is the connection to the launcher."""
     end_with_parent(launcher)
     name_process("fork server")
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with them, all trainers would use the same GPU
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with these variables, all trainers would use the same GPU
         os.environ.pop(name, None)
-    # A terminal or scheduler may send these to every process; only the launcher acts on them.
+    # A terminal or scheduler may send these signals to every process; only the launcher handles them.
     for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
@@ -121,7 +121,7 @@ class _Server:
                 request, *args = self._connection.recv()
                 if request == "signal":
                     name, number = args
-                    # The pid cannot belong to another process, since this one is not reaped.
+                    # The pid cannot belong to another process, because the ended process is not reaped yet.
                     if name in self._processes and (pid := self._processes[name][0].pid) is not None:
                         os.kill(pid, number)
                     continue
@@ -134,7 +134,7 @@ class _Server:
                 process, reader = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
                 process.join()
                 report = None
-                # Without a report, recv would wait for children of the process, which may live longer.
+                # Without a report, recv would wait for the children of the process, which may outlive it.
                 with reader, suppress(EOFError):
                     report = reader.recv() if reader.poll() else None
                 self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report))
@@ -174,7 +174,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def spawn_server(connection: socket.socket, inherited: Sequence[int]) -> Any:
-    """Start a server in a new interpreter; it and its processes hold the descriptors ``inherited``."""
+    """Start a server in a new interpreter; the server and all roles inherit the descriptors ``inherited``."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
         f"serve({connection.fileno()}, {os.getpid()})"
@@ -222,12 +222,12 @@ class ForkServer:
         return self._process.poll() is None
 
     def isolate(self) -> None:
-        """Move the server into a network namespace before the first start; OSError if it is not allowed."""
+        """Move the server into a network namespace, before the first start; OSError if that is forbidden."""
         self._call("isolate")
         self.is_isolated = True
 
     def preload(self) -> None:
-        """Import the modules in the server, as ``start`` does first; HybridError if that fails."""
+        """Import the modules in the server, instead of in the first ``start``; HybridError on failure."""
         self._call("preload", self._preload)
 
     def start(
@@ -261,7 +261,7 @@ class ForkServer:
         self._send(("signal", name, number))
 
     def event(self, timeout_seconds: float) -> ProcessEnd | None:
-        """Wait for the next end of a process; return None after the timeout."""
+        """Wait until any process ends, and return its end; None after the timeout."""
         if not self._connection.poll(timeout_seconds):
             return None
         message = self._receive()
@@ -275,7 +275,7 @@ class ForkServer:
             reply = self._receive()
             if isinstance(reply, Exception):
                 raise reply
-            if not isinstance(reply, ProcessEnd):  # a role of the previous start
+            if not isinstance(reply, ProcessEnd):  # the end of a role of the previous start
                 return reply or {}
         raise self._dead_server(f"has not replied for {_REPLY_SECONDS:g} s")
 
@@ -289,7 +289,7 @@ class ForkServer:
         return message
 
     def _end(self) -> None:
-        """End the server and wait until its processes, which end with it, have ended."""
+        """End the server, which ends its processes, too; wait for the end of all."""
         self._process.kill()  # a normal exit would take seconds to unload torch
         # A process cannot refuse SIGKILL, so nothing else helps if a busy machine takes longer.
         with suppress(subprocess.TimeoutExpired):

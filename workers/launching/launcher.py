@@ -47,8 +47,8 @@ _NO_NETWORK_TEXTS = (
 def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     """Run a cluster on this machine; return when the task is done and every process has ended.
 
-    A training run that loses a role is restarted from its newest checkpoint, and so is a script that called
-    ``cluster.resume``. An exception of a script ends it.
+    If a role is lost, a training run restarts from its newest checkpoint. So does a script that has called
+    ``cluster.resume``. After an exception of a script, nothing is restarted.
 
     Args:
         folder: for the roles' logs.
@@ -68,7 +68,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
         server = stack.enter_context(_start_server(config, folder, task, lock))
         while True:
             roles = RoleProcesses(server, config, folder)
-            # The master has a shorter timeout. This one is for a master that does not react.
+            # The master has a shorter timeout. This timeout is for a master that does not react.
             seconds = config.cluster.timeout_seconds + 2 * config.cluster.stop_timeout_seconds
             stop = StopRequest(seconds, roles.request_stop)
             failure = _run_once(server, roles, config, task, stop)
@@ -107,7 +107,7 @@ def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextMan
 
 @contextmanager
 def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
-    """Start the server that forks the roles, in a network namespace if possible, and import torch there."""
+    """Start the server that forks the roles; it is in a network namespace if possible, and imports torch."""
     with ForkServer(_PRELOAD, [lock]) as server:
         if uses_namespace(config, run_access.checkpoint_root(folder)):
             try:
@@ -175,7 +175,7 @@ def _restore_screen() -> None:
 
 
 class Restarts:
-    """Decides on restarts, at most ``maximum`` in a row without a new checkpoint, and records them."""
+    """Decides on restarts and records them. At most ``maximum`` in a row have no new checkpoint between."""
 
     def __init__(self, folder: Path, maximum: int) -> None:
         self._folder = folder
@@ -226,7 +226,7 @@ class Restarts:
         return f"{failure.message}; {lost}{next_start}{write_error}"
 
     def code_of(self, failure: RoleFailure) -> ExitCode:
-        """Return the exit code of a run that is not restarted."""
+        """Return the exit code after ``failure``, for a run that is not restarted."""
         return code_of(failure.cause, RunState.of(self._folder).has_stepped_since(self._at_start))
 
     def is_finished(self) -> bool:

@@ -67,7 +67,7 @@ class _RunCollector(Collector):
         yield _family("role_memory_bytes", text, ["role"], resident)
 
     def _read(self) -> None:
-        """Read the records since the last call; a resumed run has a new file."""
+        """Read the records that were added since the last call; if the run was resumed, all records."""
         with suppress(FileNotFoundError), open_reader(self._folder / METRICS_FILE) as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:

@@ -29,7 +29,7 @@ from workers.rendezvous.host_setup import MasterAddress
 from workers.rendezvous.interrupt import end_now
 from workers.run_folder.run_access import log_path, run_write_errors
 
-# How long to wait after the first failure, because another role may report the cause, or end by a signal.
+# Time to wait after the first failure, because another role may still report the cause, or be killed.
 _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
 _DEFAULT_GRACE_SECONDS = 0.5
 _END_SECONDS = 5.0
@@ -57,7 +57,7 @@ class RoleFailure:
 
 
 def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
-    """Return the failure to report to the launcher; it names a log in ``folder`` that has the traceback."""
+    """Return the failure to report to the launcher; it names the log with the traceback, in ``folder``."""
     from hybrid import transport
 
     message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
@@ -69,7 +69,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel killed for memory in this control group, or on this machine."""
+    """Return the number of processes that the kernel killed for memory in this group or on this machine."""
     counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
     for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
@@ -210,7 +210,7 @@ def run_role(
     report: Callable[[RoleFailure], object],
 ) -> None:
     """Run a role in its process; write output to its log, and report a failure to the launcher."""
-    if not isinstance(task, TrainTask):  # the server ignores it, but this task has nothing to save
+    if not isinstance(task, TrainTask):  # the server ignores this signal; this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     path, launchers_stderr = log_path(folder, role), os.dup(2)
     has_stdout = role == (Role(RoleKind.TRAINER, 0) if isinstance(task, ScriptTask) else MASTER)

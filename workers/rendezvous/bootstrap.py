@@ -67,10 +67,10 @@ _RUN_ID_BYTES = 16
 _HOSTS = "hosts"
 _BACKLOG = 1024
 _LONGEST_ATTEMPT_SECONDS = 10.0  # enough for four connection attempts (SYN packets) of the kernel
-# The number of a barrier of RPC in its key. A process counts its barriers over all its clusters.
+# The number of an RPC barrier, in the barrier's key. A process counts barriers over all its clusters.
 _BARRIER = re.compile(rb"(?<=_ID_)\d+$")
 _DONE = StopMessage()
-# The interval until a role has the configuration.
+# The heartbeat interval that a role uses until it has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
 
 
@@ -105,7 +105,7 @@ class RendezvousStore(dist.Store):
         self._connect = connect
         self._timeout = timedelta(seconds=timeout_seconds)
         self._lock = threading.Lock()  # of the attributes below
-        self._idle: list[Channel] = []  # a request that waits does not block another one
+        self._idle: list[Channel] = []  # free connections: a waiting request blocks no other
         # The number of each barrier in this cluster, by torch's number.
         self._barriers: dict[bytes, bytes] = {}
 
@@ -136,7 +136,7 @@ class RendezvousStore(dist.Store):
     deleteKey = delete_key  # the name that C++ calls
 
     def clone(self) -> "RendezvousStore":
-        """Return this object, since requests of different threads do not block each other."""
+        """Return this object: a copy is not needed, because requests of threads do not block each other."""
         return self
 
     def _await(self, operation: str, keys: Sequence[str], timeout: timedelta) -> bytes:
@@ -157,7 +157,7 @@ class RendezvousStore(dist.Store):
                 channel.send(*fields)
                 kind, *response = channel.receive(seconds)
             except BaseException:
-                channel.close()  # else a late response would be read as that of the next request
+                channel.close()  # else a late response would be read as the response to the next request
                 raise
         except OSError as error:
             raise dist.DistNetworkError(str(error)) from error
@@ -307,7 +307,7 @@ def _torch_groups(
     yield
     try:
         run_interruptibly(partial(transport.stop, section.timeout_seconds))
-    except RuntimeError as error:  # of torch, if another role left early; that role reports the reason
+    except RuntimeError as error:  # from torch, if another role left early, which reports the reason
         raise StoppedError(f"another role went away: {first_line(error)}") from error
     if dist.is_initialized():
         dist.destroy_process_group()

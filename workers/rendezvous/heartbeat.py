@@ -57,7 +57,7 @@ class HeartbeatInterval:
         return self.timeout_seconds / self.turns
 
     def describe_silence(self, name: str, is_local: bool) -> str:
-        """Return the message for a silent process, on this host or on another one."""
+        """Return the message for a silent process; ``is_local`` means that it is on this host."""
         state = "frozen" if is_local else "frozen or unreachable"
         timeout = f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
         return f"{name} is {state}: no heartbeat for {timeout}"

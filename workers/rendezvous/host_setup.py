@@ -17,7 +17,7 @@ from hybrid.config import ClusterSection
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import polls_shared_memory
 
-DEFAULT_PORT = 29300  # port of a master that the launcher does not start
+DEFAULT_PORT = 29300  # port of a master that was started without the launcher
 LARGEST_PORT = 65535
 AUTO = "auto"
 LOOPBACK = "lo"  # the name on every Linux
@@ -59,7 +59,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an IP address always refers to the local host."""
+    """Whether ``host``, a name or IP address, refers to the local host on every machine."""
     number = _ip_address(host)
     return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
 

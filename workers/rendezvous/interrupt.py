@@ -37,8 +37,7 @@ class Interrupter:
 
     A call into torch that waits for a frozen role does not handle signals. So if Python does not exit within
     ``seconds`` after an error, the process prints the error and ends. If Python exits in time, the process
-    ends without waiting for threads of torch. Both are cancelled if the process enables another interrupter,
-    for its next cluster.
+    ends without waiting for threads of torch. Another interrupter, for the next cluster, cancels both.
     """
 
     name: str  # name of the process in the message
@@ -92,7 +91,7 @@ class Interrupter:
 
     def _end(self) -> None:
         assert self._error is not None
-        if signal.getsignal(_SIGNAL) != self._raise:  # another interrupter is enabled, or was
+        if signal.getsignal(_SIGNAL) != self._raise:  # another interrupter is or was enabled since
             return
         try:
             print_line(f"{self.name}: {describe_final_error(self._error)}", to_stderr=True)
@@ -101,7 +100,7 @@ class Interrupter:
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:
-    """Run a function that may wait in torch in another thread, so that the main thread can be interrupted."""
+    """Run, in another thread, a function that may wait in torch: the main thread stays interruptible."""
     result: Future[None] = Future()
 
     def run() -> None:
@@ -122,7 +121,7 @@ def describe_final_error(error: BaseException) -> str:
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process at once, even if its threads wait."""
+    """End this process immediately, even if its threads wait."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a full disk, or a closed pipe
             stream.flush()

@@ -38,7 +38,7 @@ LATE = b"late"
 _DONE = b"done"
 
 HANDSHAKE_SECONDS = 5.0
-# Even in a flood, so many connections take 0.1 s, and a role completes its handshake faster.
+# This many connections take 0.1 s even in a flood. A role completes its handshake in less time.
 MAX_UNAUTHENTICATED = 512
 _BUFFER_BYTES = 4096
 _SECONDS_WITHOUT_DESCRIPTORS = 0.1
@@ -99,7 +99,7 @@ class RendezvousServer:
         self._thread.join(_END_SECONDS)
 
     def stop(self, message: StopMessage, wait_seconds: float) -> None:
-        """Report the first failure of the run to every role, and wait until all have left."""
+        """Report the first failure of the run to every role, and wait until all roles have left."""
         self._call_soon(self._stop, message)
         self.await_departures(wait_seconds)
 
@@ -286,7 +286,7 @@ class RendezvousServer:
 
 
 def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
-    """Stop restarted roles of a run that has ended; return once all have registered.
+    """Stop the restarted roles of a run that has ended; return once all of these roles have registered.
 
     A role that does not register within ``cluster.start_timeout_seconds`` is considered not restarted.
     """

@@ -79,7 +79,7 @@ def log_path(run: Path, role: Role) -> Path:
 
 @contextmanager
 def run_write_errors(path: Path, remedy: str = "set run.folder to another folder") -> Iterator[None]:
-    """Convert an OSError in this block to a HybridError with the message that ``path`` cannot be written.
+    """Convert an OSError in this block to a HybridError, which says that ``path`` cannot be written.
 
     Args:
         remedy: advice for the user, besides freeing space.
@@ -95,7 +95,7 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
 
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
-    """Yield a temporary folder for logs; it is kept only if the message of an error contains its path."""
+    """Yield a temporary folder for logs. It is kept only if an error message contains the folder's path."""
     _remove_stale_logs(prefix)
     with run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder"):
         folder = Path(tempfile.mkdtemp(prefix=prefix))
@@ -252,7 +252,7 @@ class RunState:
         return self.checkpoint_step or 0
 
     def has_stepped_since(self, before: RunState) -> bool:
-        """Return whether the run has taken a step since it started with the state ``before``."""
+        """Return whether the run has taken a step since ``before``, its state at the start."""
         has_logged = self.log != before.log and self.logged_step > before.resumed_step
         return has_logged or self.resumed_step > before.resumed_step
 
@@ -282,7 +282,7 @@ def newest_step(folder: StoragePath) -> int | None:
 
 
 def read_restarts(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of restarts.jsonl, without damaged lines."""
+    """Return the records of restarts.jsonl; skip damaged lines."""
     return read_records(folder / RESTARTS_FILE)
 
 
@@ -331,7 +331,7 @@ def newest_run(config: RunConfig) -> StoragePath | None:
 
 
 def is_finished(run: StoragePath, config: RunConfig) -> bool:
-    """Return whether a run has finished, and ``config`` does not change the limits of its length."""
+    """Return whether a run has finished, and ``config`` has the same limits of its length."""
     if not files.exists(run / RESULT_FILE):
         return False
     before, now = load_config(run / CONFIG_FILE, is_stored=True).train, config.train

@@ -85,8 +85,8 @@ class RunFolder:
         The folder may be empty, if the run was killed early.
 
         Args:
-            is_evaluated: whether the evaluation after ``step``, if one is due, was done.
-            unit: the unit of a stream that is read again from ``step`` on, to its end.
+            is_evaluated: whether the evaluation after ``step`` was done, or none is due.
+            unit: the unit of a stream that the run continues to read from ``step`` on.
             loggers: see :meth:`create`.
         """
         with run_write_errors(path):
@@ -187,7 +187,7 @@ def read_run(folder: Path, result: Mapping[str, Any] | None = None) -> ReportedR
     """Read what a report shows of a run.
 
     Args:
-        result: None for that of result.json, if the run has finished.
+        result: the result to show; None for the content of result.json, which only a finished run has.
 
     Raises:
         ConfigError, StorageError: the configuration is missing or invalid, or a file cannot be read.

@@ -81,7 +81,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 def print_means(
     config: RunConfig, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float | None]]:
-    """Print and return "mean" and "deviation" of each test metric of ``results``; None if undefined."""
+    """Print and return "mean" and "deviation" of each test metric over ``results``; None if undefined."""
     means: dict[str, dict[str, float | None]] = {}
     print_line("")
     names = [name for name in shown_metrics(config.all_tasks) if any(name in each for each in results)]
@@ -231,7 +231,7 @@ def _svg(draw: Callable[[Axes], None], salt: str) -> str:
 
 
 def _draw_lines(lines: Sequence[tuple[str, Sequence[Record], str]], axes: Axes) -> None:
-    """Draw, for each label, a number of records over the steps, with a gap where it is unknown."""
+    """Draw one line per label: a number in the records over the steps, with gaps for unknown values."""
     for label, records, key in lines:
         if key and records:
             values = [math.nan if (value := record.get(key)) is None else value for record in records]

@@ -114,7 +114,7 @@ def squared_norm(number: int, step: int) -> Future[float]:
 
 
 def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
-    """Construct an object of a class, and keep it until it is closed; return a failure, if any."""
+    """Construct an object, and keep it until it is closed; return the failure of the constructor, if any."""
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
     except Exception as error:  # returned as a value

@@ -97,7 +97,7 @@ def make_failure(error: Exception) -> Failure:
 
 
 class PendingTensors(Generic[Result]):
-    """Tensors that a role will respond with. A step has many of these, so this class adds little overhead."""
+    """Tensors that a role will respond with. A step has many such objects, so the class is kept small."""
 
     __slots__ = ("_future", "role")
 
@@ -137,7 +137,7 @@ class Pending(PendingTensors[Result]):
         future.add_done_callback(lambda _: done.set())
 
     def done(self, wait_seconds: float = 0.0) -> bool:
-        """Wait up to ``wait_seconds`` for the response, while signals are handled; whether it has arrived."""
+        """Wait up to ``wait_seconds`` for the response, and handle signals; return whether it has arrived."""
         # If memory has run out, the callback may have failed.
         return self._done.wait(wait_seconds) or super().done()
 

@@ -172,14 +172,14 @@ def start(
 ) -> None:
     """Join the RPC group of a cluster, and connect sockets; return after every role has done so.
 
-    If this process has not left an earlier cluster, because it failed, it leaves that first.
+    If this process failed in an earlier cluster and has not left it, it leaves that cluster first.
 
     Args:
         store: the cluster's key-value store.
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
         timeout_seconds: timeout of calls that do not set one.
-        constructors: classes with further arguments that their objects get on this process.
+        constructors: classes, each with further arguments for its objects that are created on this process.
     """
     with suppress(Exception):  # of the earlier cluster
         _leave(timeout_seconds)
@@ -220,7 +220,7 @@ def start(
 
 
 def stop(timeout_seconds: float) -> None:
-    """Leave the RPC group, and close all sockets; wait up to ``timeout_seconds`` until every role leaves."""
+    """Leave the RPC group, and close all sockets; wait up to ``timeout_seconds`` for the other roles."""
     try:
         rpc.api._all_gather(None, timeout=timeout_seconds)
         # Unlike rpc.shutdown, do not wait until references are deleted, which torch does in one cluster only.

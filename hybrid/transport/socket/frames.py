@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 class Frames:
-    """Converts between messages and frames at one end of a connection; one thread at a time per direction.
+    """Converts messages to frames and back, at one end of a connection; one thread at a time per direction.
 
     Args:
         sending, receiving: ciphers of the two directions.
@@ -121,7 +121,7 @@ class Frames:
         return True
 
     def next(self) -> Message | None:
-        """Return the next message, None if incomplete; RejectedMessage if it is forged or unexpected."""
+        """Return the next message, None if it is incomplete; RejectedMessage if forged or unexpected."""
         if self._end - self._start < _LENGTHS.size:
             return None
         head, length = _LENGTHS.unpack_from(self._received, self._start)

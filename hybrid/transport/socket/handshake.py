@@ -177,7 +177,7 @@ def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connectio
         while worker not in connections:
             try:
                 connections[worker] = connect_to_worker(own, worker, address)
-            except OSError as error:  # the worker may have closed it, in favor of newer peers
+            except OSError as error:  # the worker may have closed it to accept newer peers
                 if time.monotonic() > deadline:
                     raise ClusterError(
                         f"{own.role} cannot reach {worker} at {address}: {first_line(error)}"
@@ -187,7 +187,7 @@ def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connectio
 
 
 def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Connection:
-    """Return the connection to a worker; OSError if no process responds, ClusterError if another one does."""
+    """Connect to a worker; OSError if no process responds, ClusterError if another program responds."""
     memory = None
     with ExitStack() as stack:
         connection = stack.enter_context(address.connect())

@@ -2,7 +2,7 @@
 
 A trainer reads responses when one of its threads waits for them. A worker has a thread for each trainer,
 which reads calls and executes them. A call returns a future; the thread that completes the future sends the
-response. No thread waits for a trainer that does not read: bytes that the kernel does not accept at once are
+response. No thread waits for a trainer that does not read: bytes that the kernel cannot accept yet are
 buffered, and sent later.
 """
 
@@ -135,7 +135,7 @@ class SocketClient:
                 self._receiving.release()
 
     def _read_until(self, reply: Reply) -> None:
-        """Read until ``reply`` is complete; fail it after the timeout, which begins now."""
+        """Read until ``reply`` is complete; fail the reply after the timeout, counted from this call."""
         deadline = time.monotonic() + self._timeout_seconds
         while not reply.is_done:
             with self._receiving:
@@ -145,7 +145,7 @@ class SocketClient:
                     reply.complete((), self._describe_timeout())
 
     def _read(self) -> bool:
-        """Read the bytes that have arrived; return whether there were any, or the connection has ended."""
+        """Read the bytes that have arrived; return whether bytes or the end of the connection arrived."""
         try:
             if not self._frames.receive(self._connection):
                 return False
