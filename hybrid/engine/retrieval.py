@@ -109,7 +109,7 @@ class ItemRanking:
     def ranks(self, outputs_BO: Tensor, batch: Batch, items_ID: Tensor) -> Tensor:
         """Return ``ranks_B``, the number of items with a higher score than the item of each sample.
 
-        Equal scores count one half. For a missing or unknown item, the rank is the number of items.
+        Equal scores count one half. For a missing or unknown item, the rank is infinite.
         """
         users_BD = outputs_BO.chunk(2, dim=1)[0].cpu()
         ids_B = batch.sparse_features.ids(self.feature)
@@ -119,7 +119,5 @@ class ItemRanking:
             scores_BI = each_BD @ items_ID.mT
             own_B1 = scores_BI.gather(1, (ids - 1).clamp(min=0).unsqueeze(1))
             higher_B, equal_B = (scores_BI > own_B1).sum(1), (scores_BI == own_B1).sum(1)
-            ranks.append(
-                torch.where(ids > 0, higher_B + (equal_B - 1) / 2, len(items_ID)).to(outputs_BO.dtype)
-            )
+            ranks.append(torch.where(ids > 0, higher_B + (equal_B - 1) / 2, torch.inf).to(outputs_BO.dtype))
         return torch.cat(ranks)

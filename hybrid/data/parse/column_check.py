@@ -7,11 +7,12 @@ from itertools import islice
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import JOINS, PATH_KEYS, TRAIN
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import expand, find_side_files, list_files
 from hybrid.data.parse.side_tables import read_side_tables
 from hybrid.data.parse.sources import read_names
+from hybrid.errors import ConfigError
 from hybrid.storage import files as storage
 
 
@@ -22,6 +23,10 @@ def check_columns(config: RunConfig) -> None:
         return
     layout = Layout.of(data, config.columns, config.tasks)
     tables = read_side_tables(data, layout.required, find_side_files(data), with_rows=False)
+    for table in tables:
+        if config.retrieval is not None and table.key == config.retrieval.item and table.columns.column_names:
+            rule = f"gives the user tower columns of the chosen item, the answer ({table.path}); remove them"
+            raise ConfigError(JOINS, rule, table.columns.column_names)
     layout = replace(layout, side_tables=tables)
     if data.is_topic:
         layout.require(layout.data.columns, Path(data.stream_call["topic"]))

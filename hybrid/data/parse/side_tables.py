@@ -46,6 +46,8 @@ class SideTable:
         Raises:
             DataError: none of many rows has a row here.
         """
+        if not self.columns.column_names:  # the model reads none
+            return {}
         coded = reader.values(self.key, JOINS)
         rows_B = take_or_default(self.keys.indices(coded.dictionary), coded.indices, -1)
         if len(rows_B) >= _MANY_ROWS and rows_B.max() < 0:

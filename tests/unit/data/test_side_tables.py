@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.choices import choices_config
 from support.trained import write_trained
 
 import hybrid
@@ -197,6 +198,19 @@ def test_keys_without_any_row_are_an_error(folder: Path) -> None:
     write_rows(folder / "items.csv", [{**row, "id": f"x{row['id']}"} for row in ITEMS])
     with pytest.raises(DataError, match=r"items\.csv.*data\.joins"):
         prepare(configure(folder, "log.csv", "csv"), folder / "cache")
+
+
+def test_a_user_tower_gets_no_properties_of_the_chosen_item(tmp_path: Path) -> None:
+    (tmp_path / "side.csv").write_text("key,genre\ni1,a\n")
+    for key in ("user", "item"):
+        joins = json.dumps([f'table("{tmp_path}/side.csv", key = "{key}", table_key = "key")'])
+        data = {"joins": joins, "sparse": ["user", "item", "genre"]}
+        config = choices_config(tmp_path, data=data)
+        if key == "user":
+            check_columns(config)
+            continue
+        with pytest.raises(ConfigError, match=r"^data\.joins = .*genre"):
+            check_columns(config)
 
 
 def test_changed_side_table_is_prepared_again(folder: Path) -> None:

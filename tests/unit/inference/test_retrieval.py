@@ -53,9 +53,8 @@ def test_metrics_rank_the_chosen_item_among_all_items(folder: Path) -> None:
     ranks = []
     for row_I, item, label in zip(scores(folder, rows), rows["item"], rows["chosen"], strict=True):
         if label == "1":
-            is_known = item in ALL_ITEMS  # an unknown item is behind all items
-            own = row_I[ALL_ITEMS.index(item)] if is_known else -torch.inf
-            ranks.append(int((row_I > own).sum()))
+            own = row_I[ALL_ITEMS.index(item)] if item in ALL_ITEMS else torch.nan
+            ranks.append(float((row_I > own).sum()) if item in ALL_ITEMS else np.inf)
     metrics = evaluate(folder / "run", [str(folder / "new.csv")])["metrics"]
     assert metrics == pytest.approx(
         {
