@@ -165,7 +165,7 @@ class Host:
     def entering(self) -> list[str]:
         """The words before a command that enters this host."""
         kinds = ("--net", "--pid", "--mount", "--uts", "--ipc")
-        change_folder = 'cd "$0" && exec "$@"'
+        change_folder = 'cd "$0" && exec env "$@"'
         return ["nsenter", "--target", str(self.pid), *kinds, "sh", "-c", change_folder, str(HOME)]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:

@@ -94,6 +94,7 @@ def test_reading_error_is_raised_with_its_batch() -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         next(stream)
     assert list(stream) == []
+    stream.close()
     assert not reader_threads()
 
 
