@@ -154,10 +154,13 @@ def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
 
 
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """Return predictions in float64: probabilities, (N, C) for C classes, or outputs of other tasks."""
+    """Return predictions in float64: probabilities, (N, C) for C classes, scores (retrieval), or numbers."""
     if task.kind == "binary":
         return probabilities(outputs_N)
     outputs_N = outputs_N.detach().double()
+    if task.kind == "retrieval":
+        users_ND, items_ND = outputs_N.chunk(2, dim=1)
+        return (users_ND * items_ND).sum(dim=1)
     return outputs_N.softmax(dim=1) if task.kind == "classes" else outputs_N
 
 

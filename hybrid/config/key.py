@@ -323,7 +323,7 @@ class CallSignatures:
         return unnamed | {argument: keys[argument].read(value) for argument, value in given.items()}
 
     def _one_of(self, names: Iterable[str]) -> str:
-        one_of = "one of " * (len(self._keys) > 1)
+        one_of = "one of " if len(self._keys) > 1 else ""
         return f"{one_of}{', '.join(names)}{f', or {self._others_rule}' if self._others_rule else ''}"
 
     def _form(self, name: str) -> str:

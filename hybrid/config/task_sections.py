@@ -63,7 +63,6 @@ RANKING_METRICS: dict[str, tuple[str, ...]] = {
 }
 _LOWER_IS_BETTER = ("log_loss", "normalized_entropy", "rmse", "mae")
 _NOT_COMPARABLE = ("calibration", "base_rate", "num_samples")
-_FUNCTION = ("module:function",)
 _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
 
 
@@ -220,9 +219,10 @@ def _check_task(name: str, task: TaskSection, group: str) -> None:
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must not be the label column of the task", task.mask)
     losses, loss_name = LOSSES[task.kind], task.loss_call.name
-    takes_functions = task.kind != "retrieval"  # as loss and metrics, of the outputs for each sample
-    if loss_name not in losses and not (takes_functions and re.fullmatch(USER_FUNCTION, loss_name)):
-        rule = f"must be {' or '.join((*losses, *_FUNCTION[:takes_functions]))} if type is {task.kind}"
+    # The loss and the metrics of a retrieval task need other samples, or all items, too.
+    functions = () if task.kind == "retrieval" else ("module:function",)
+    if loss_name not in losses and not (functions and re.fullmatch(USER_FUNCTION, loss_name)):
+        rule = f"must be {' or '.join((*losses, *functions))} if type is {task.kind}"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
     loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
     if loss and task.kind not in ("binary", "regression"):
@@ -231,12 +231,12 @@ def _check_task(name: str, task: TaskSection, group: str) -> None:
         raise ConfigError(key, "needs data.group, the column whose values group samples", loss)
     allowed, key = RANKING_METRICS[task.kind], f"tasks.{name}.metrics"
     for metric in task.metrics:
-        if takes_functions and re.fullmatch(USER_FUNCTION, metric):
+        if functions and re.fullmatch(USER_FUNCTION, metric):
             continue
         if not any(re.fullmatch(form, metric) for form in allowed):
             forms = [form.partition("@")[0] + "@K" * ("@" in form) for form in allowed]
-            forms += _FUNCTION[:takes_functions]
-            raise ConfigError(key, f"must hold {', '.join(forms)} if type is {task.kind}", metric)
+            rule = f"must hold {', '.join((*forms, *functions))} if type is {task.kind}"
+            raise ConfigError(key, rule, metric)
         if not group and task.kind != "retrieval":
             raise ConfigError(key, "needs data.group, the column whose values group samples", metric)
     if len(set(task.metric_names)) < len(task.metric_names):

@@ -57,9 +57,8 @@ class InitialModel:
         self._warn = warn
         self._opened: dict[str, tuple[Checkpoint, dict[str, SavedTable]]] = {}
         self._input_spec = input_spec
-        self._config_keys: dict[
-            str, str
-        ] = {}  # of the tables whose rows are found by value: the key that decides
+        # For each table whose rows are found by value, the configuration key that names their source.
+        self._config_keys: dict[str, str] = {}
         if config.train.initial:
             self._open_dense(config.train.initial)
         self.tables = tuple(map(self._with_source, table_specs(config, input_spec)))

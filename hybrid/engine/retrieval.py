@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig, TaskSection
-from hybrid.config.data_sections import ColumnSection, sequence_length
 from hybrid.engine.losses import weighted_summand
 from hybrid.engine.uneven_batches import gather_with_gradients
 from hybrid.errors import ConfigError
@@ -69,11 +68,7 @@ class ItemRanking:
         self.feature = names.index(task.item)
         self._spec = input_spec
         item = input_spec.sparse_features[self.feature]
-        if (
-            item.is_growing
-            or item.multi_hot
-            or sequence_length(item.name, config.columns.get(item.name, ColumnSection()))
-        ):
+        if item.is_growing or item.multi_hot:
             rule = "item must be a column of one id per row, with a vocabulary that does not grow"
             raise ConfigError(f"tasks.{next(iter(config.tasks))}.type", rule, task.item)
         self.num_items = item.num_rows - 1

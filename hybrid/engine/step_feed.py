@@ -88,7 +88,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._batches = batches
         self._first_step = step
         self._current: StepInput[AnySamples] | None = None  # the step that is being taken
-        self._prefetched: deque[StepInput[AnySamples]] = deque()  # prefetched
+        self._prefetched: deque[StepInput[AnySamples]] = deque()
 
     def rejoin(self) -> None:
         """Take part again from the next step on, if this trainer's batches had ended.

@@ -398,9 +398,6 @@ def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> 
     columns: dict[str, Tensor] = {}
     for name, task, outputs in _by_task(tasks, outputs_NO):
         values_NC = compute_predictions(task, outputs)
-        if task.kind == "retrieval":
-            users_ND, items_ND = values_NC.chunk(2, dim=1)
-            values_NC = (users_ND * items_ND).sum(dim=1)
         if task.kind == "classes":
             columns |= {f"{name}.{number}": column_N for number, column_N in enumerate(values_NC.unbind(1))}
         else:

@@ -76,14 +76,16 @@ class TowerInputs(nn.Module):
         return torch.cat([bottom_BH, before, after, item], dim=1)
 
 
-class TowerHead(TwoTowers):
+class TowerHead(nn.Module):
     """The head of a configured net: both towers over the result of :class:`TowerInputs`."""
 
     def __init__(self, user_width: int, item_width: int, hidden: Sequence[int], dim: int) -> None:
-        super().__init__(user_width, item_width, hidden, dim)
+        super().__init__()
         self.user_width = user_width
+        self.user = Tower(user_width, hidden, dim)
+        self.item = Tower(item_width, hidden, dim)
 
-    def forward(self, hidden_BH: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_BH: Tensor) -> Tensor:
         users_BH, items_BH = hidden_BH.tensor_split([self.user_width], dim=1)
         return torch.cat([self.user(users_BH), self.item(items_BH)], dim=1)
 

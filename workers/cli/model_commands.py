@@ -91,15 +91,12 @@ def _summary(model: TrainedModule, report: DatasetReport) -> dict[str, Any]:
 
 def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
     config = model.trained.config
-    predict = model.predict
-    if config.retrieval is not None:
-        items = Items(model, "tasks.*.type")
-
-        def predict(batch: Batch) -> Predictions:
-            return items.rank(model.predict(batch), batch)
-
-    predictions = Predictions.concatenate([predict(block.batch) for block in rows.blocks()])
-    return predictions.metrics(config.all_tasks, is_weighted=config.data.weighted_metrics)
+    items = None if config.retrieval is None else Items(model, "tasks.*.type")
+    parts = []
+    for batch, *_ in rows.blocks():
+        predictions = model.predict(batch)
+        parts.append(predictions if items is None else items.rank(predictions, batch))
+    return Predictions.concatenate(parts).metrics(config.all_tasks, is_weighted=config.data.weighted_metrics)
 
 
 def predict(

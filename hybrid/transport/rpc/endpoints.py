@@ -115,6 +115,7 @@ def squared_norm(number: int, step: int) -> Future[float]:
 
 def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
     """Construct an object, and keep it until it is closed; return the failure of the constructor, if any."""
+    use_configured_threads()
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
     except Exception as error:  # returned as a value
