@@ -106,7 +106,6 @@ class Batch(NamedTuple):
             probabilities; classes are numbers.
         global_size: number of samples of all trainers in the step. The loss is the mean over all of them, so
             trainers may have slices of different sizes.
-        ended: whether this trainer has no more samples, and takes the step because others have samples.
         weights: weight of each sample for each task, float32, in the shape of ``labels``; None for ones.
         total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
         groups: ``groups_B``, int64, group of each sample; None without groups.
@@ -122,7 +121,6 @@ class Batch(NamedTuple):
     sparse_features: SparseFeatures
     labels: Tensor
     global_size: int
-    ended: bool = False
     weights: Tensor | None = None
     total_weights: Tensor | None = None
     groups: Tensor | None = None

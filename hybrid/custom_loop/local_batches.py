@@ -75,8 +75,6 @@ class LocalBatch:
         drawn: columns that all trainers and micro-batches share; their first dimension is not the sample.
     """
 
-    ended = False  # the batches of all trainers end at the same step
-
     values: Any
     size: int
     global_size: int

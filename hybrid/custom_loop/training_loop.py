@@ -476,7 +476,10 @@ class TrainingLoop:
         current.num_lookups += len(current.zeros)
         if current.num_lookups != current.ticket.lookup_index + 1:  # not one lookup per micro-batch so far
             number = current.num_lookups if current.is_last else _MANY_LOOKUPS
-            self._engine.feed.call_barriers(UpdateBarrier.set_num_lookups, self.step, number)
+            trainer, method = self._backend.trainer, UpdateBarrier.set_num_lookups
+            workers = self.placed.workers.values()
+            for call in [each.call_barrier(method, trainer, self.step, number) for each in workers]:
+                call.wait()
         for parameter in parameters:
             parameter.grad = None
         self.advance(step_states.BACKWARD)

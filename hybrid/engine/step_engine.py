@@ -102,7 +102,7 @@ class StepEngine(Generic[AnySamples]):
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )
-        self.feed = Feed[AnySamples](tables, hosted_tables, group.rank(), rules, clock)
+        self.feed = Feed[AnySamples](tables, group.rank(), rules, clock)
         self._recording = ExitStack()
         self._context_id: int | None = None
         self._micro: MicroBatch[AnySamples] | None = None

@@ -12,29 +12,23 @@ In lookahead mode, a worker responds to the lookup of step s+2 once update s+1 i
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, TypeVarTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.hybrid_model import MicroBatch
-from hybrid.engine.update_guard import GuardedModule
 from hybrid.primitives.step_timings import StepClock
-from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 # A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
 _LOOK_AHEAD = 2
 AnySamples = TypeVar("AnySamples", bound="Samples")
-Arguments = TypeVarTuple("Arguments")
 
 
 class Samples(Protocol):
     """What a feed requires of a batch."""
-
-    @property
-    def ended(self) -> bool: ...
 
     @property
     def checksum(self) -> int:
@@ -58,7 +52,6 @@ class Feed(Iterator[StepInput[AnySamples]]):
     """An iterator over the steps of one trainer. The caller calls :meth:`end_step` before the next step.
 
     Args:
-        hosted: the workers that expect gradients for their tables.
         clock: measures the time spent here, and records the start of each step.
 
     Attributes:
@@ -68,18 +61,15 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def __init__(
         self,
         embeddings: Embeddings | ModuleTables,
-        hosted: Sequence[GuardedModule],
         trainer: int,
         rules: UpdateRules,
         clock: StepClock,
     ) -> None:
         self._embeddings = embeddings
-        self._hosted = hosted
         self._trainer = trainer
         self._mode, self._num_micro_batches = rules.mode, rules.micro_batches
         self._should_prefetch = rules.mode is not UpdateMode.SYNC
         self._clock = clock
-        self._has_ended = False
         self.begin(iter(()), 0)
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
@@ -89,15 +79,6 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._first_step = step
         self._current: StepInput[AnySamples] | None = None  # the step that is being taken
         self._prefetched: deque[StepInput[AnySamples]] = deque()
-
-    def rejoin(self) -> None:
-        """Take part again from the next step on, if this trainer's batches had ended.
-
-        All trainers call this before any of them continues. Otherwise updates could run without this trainer.
-        """
-        if self._has_ended:
-            self._has_ended = False
-            self.call_barriers(UpdateBarrier.rejoin, self.step)
 
     def flush(self) -> None:
         """Wait until the workers have the gradients of all steps taken.
@@ -147,17 +128,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
             is_async = self._mode is UpdateMode.ASYNC
             version = max(self._first_step, ticket.step - 1) if is_async else ticket.step
             ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
-        if samples.ended:
-            assert not isinstance(self._embeddings, ModuleTables), "custom loops have no ended samples"
-            return micro._replace(lookup=self._embeddings.empty_lookup(ticket, after))
         return micro._replace(lookup=self._embeddings.lookup(samples.sparse_features, ticket, after))
-
-    def call_barriers(
-        self, method: Callable[[UpdateBarrier[Any], int, *Arguments], None], *args: *Arguments
-    ) -> None:
-        """Call a method of the barriers of all workers for this trainer, and wait."""
-        for call in [each.call_barrier(method, self._trainer, *args) for each in self._hosted]:
-            call.wait()
 
     def _read(self) -> AnySamples | None:
         with self._clock.phase("data"):
@@ -167,9 +138,6 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self, batch: AnySamples, step: int, before: StepInput[AnySamples] | None = None
     ) -> StepInput[AnySamples]:
         """Return the input of a step; prefetched lookups are sent, with the gradients of an earlier step."""
-        if batch.ended and not self._has_ended:
-            self._has_ended = True
-            self.call_barriers(UpdateBarrier.finish, step)
         micro_batches = []
         for index, samples in enumerate(batch.split(self._num_micro_batches)):
             ticket = Ticket(self._trainer, step, step, index, checksum=batch.checksum)

@@ -23,7 +23,7 @@ def align_batches(
 
     ``global_size`` becomes the number of samples of all trainers, ``total_weights`` the sum of their weights,
     and ``event_time`` the largest of their event times. A trainer without further batches gets empty batches,
-    marked as ended, and so takes part in the all-reduce of gradients.
+    and so takes part in the steps of the others.
 
     Args:
         group: all trainers, each of which must iterate.
@@ -62,7 +62,7 @@ def _with_totals(batch: Batch | None, empty: Batch, step_totals: Tensor) -> Batc
     local = batch or empty
     if local.weights is None and not bool((totals_T == global_size).all()):
         local = local._replace(weights=torch.ones_like(local.labels))
-    return local._replace(global_size=global_size, total_weights=totals_T, ended=batch is None)
+    return local._replace(global_size=global_size, total_weights=totals_T)
 
 
 def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -72,7 +72,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._merge = merge
         self._ledger = Ledger[Contribution](rules)
         self._waiting: list[_PendingLookup] = []
-        self._norms: dict[int, float] = {}  # squared norms of the last two merged steps
+        self._norms: dict[int, float] = {}  # squared norm of the last merged step
         self._norm_step = -1  # the last step whose norm was requested
         self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}  # factor of the gradients by step, None to drop them
@@ -126,8 +126,7 @@ class UpdateBarrier(Generic[Contribution]):
                 with ``has_update_guard``. Waking another thread costs more than a small update.
 
         Raises:
-            ClusterError: the barrier has failed, the trainer has finished, or it has already sent these
-                gradients.
+            ClusterError: the barrier has failed, or the trainer has already sent these gradients.
             DataError: the trainer has read another batch than the others.
         """
         try:
@@ -169,17 +168,6 @@ class UpdateBarrier(Generic[Contribution]):
         """Set the number of a trainer's lookups with gradients in a step, before any gradients arrive."""
         with self._changed:
             self._ledger.set_num_lookups(trainer, step, number)
-
-    def finish(self, trainer: int, step: int) -> None:
-        """Expect no gradients of a trainer from ``step`` on."""
-        with self._changed:
-            self._ledger.finish(trainer, step)
-            self._changed.notify_all()
-
-    def rejoin(self, trainer: int, step: int) -> None:
-        """Expect gradients of a finished trainer again from ``step`` on. Earlier steps may still run."""
-        with self._changed:
-            self._ledger.rejoin(trainer, step)
 
     def fail(self, reason: str) -> None:
         """Fail all pending and later calls, because another role has failed."""
@@ -263,8 +251,7 @@ class UpdateBarrier(Generic[Contribution]):
         """Send the squared norm of a step to the trainers, and wait for their decision."""
         norm = update.squared_norm()
         with self._changed:
-            # A trainer without batches may request the norm of a step while the others take the next.
-            self._norms = {s: self._norms[s] for s in self._norms if s == step - 1} | {step: norm}
+            self._norms = {step: norm}
             futures = self._norm_waiting.pop(step, [])
         for future in futures:
             future.set_result(norm)

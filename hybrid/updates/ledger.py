@@ -8,7 +8,6 @@ each trainer stay in order, even if messages arrive out of order. A lookup waits
 trainer.
 """
 
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
@@ -19,8 +18,6 @@ from hybrid.updates.ticket import DIFFERENT_BATCHES, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 Contribution = TypeVar("Contribution")
-
-_NEVER = sys.maxsize  # a step that no run reaches
 
 
 @dataclass(slots=True)
@@ -34,8 +31,7 @@ class _Entry(Generic[Contribution]):
 class Ledger(Generic[Contribution]):
     """A record of which gradients of each trainer have arrived and which are applied. Not thread-safe.
 
-    A trainer takes part in every step until it finishes. It then misses all steps, including the step in
-    which it finishes, until it rejoins. The gradients of a trainer are applied in the order of steps.
+    Every trainer takes part in every step. The gradients of a trainer are applied in the order of steps.
 
     Attributes:
         version: number of updates applied.
@@ -50,7 +46,6 @@ class Ledger(Generic[Contribution]):
         self._num_lookups: dict[tuple[int, int], int] = {}
         self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
         self._checksums: dict[int, tuple[int, int]] = {}  # by step: checksum of the batch, and its sender
-        self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
     @property
     def is_updating(self) -> bool:
@@ -69,8 +64,6 @@ class Ledger(Generic[Contribution]):
             checksum, other = self._checksums.setdefault(ticket.step, (ticket.checksum, trainer))
             if checksum != ticket.checksum:
                 raise DataError(f"step {ticket.step}: trainers {other} and {trainer} {DIFFERENT_BATCHES}")
-        if not self._takes_part(trainer, ticket.step):
-            raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} after its end")
         entry = self._entries.get(key)
         is_past = ticket.step < self._first_unapplied[trainer] or key in self._updating
         if is_past or (entry and ticket.lookup_index in entry.contributions):
@@ -88,7 +81,7 @@ class Ledger(Generic[Contribution]):
         """Whether the updates that a lookup requires are applied."""
         if self._rules.mode is not UpdateMode.ASYNC:
             return ticket.version <= self.version
-        return ticket.version <= self._next_step(ticket.trainer)
+        return ticket.version <= self._first_unapplied[ticket.trainer]
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
         """Begin the next update; return its first step and its contributions, or None if it is incomplete."""
@@ -111,16 +104,6 @@ class Ledger(Generic[Contribution]):
         all_applied = min(self._first_unapplied)
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
-    def finish(self, trainer: int, step: int) -> None:
-        """Expect no gradients of a trainer from ``step`` on."""
-        self._absences[trainer].append(range(step, _NEVER))
-
-    def rejoin(self, trainer: int, step: int) -> None:
-        """Expect gradients of a finished trainer again from ``step`` on."""
-        next_step = self._first_unapplied[trainer]
-        absences = [absence for absence in self._absences[trainer] if absence.stop > next_step]
-        self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
-
     def seconds_left(self, now: float) -> float | None:
         """Return the time until step ``version`` fails; None in async mode, or without a time limit.
 
@@ -131,44 +114,28 @@ class Ledger(Generic[Contribution]):
         """
         if self._rules.mode is UpdateMode.ASYNC:
             return None
-        expected = self._expected()
+        step, trainers = self.version, range(self._rules.num_trainers)
         timeout = self._rules.timeout_seconds
-        arrived = [self._entries[step, t].arrived_at for step, t in expected if self._is_complete(t, step)]
+        arrived = [self._entries[step, t].arrived_at for t in trainers if self._is_complete(t, step)]
         if not arrived:
             return None
         left = min(arrived) + timeout - now
         if left <= 0:
-            missing = ", ".join(f"trainer {t}" for step, t in expected if not self._is_complete(t, step))
-            message = f"step {self.version}: no gradients from {missing} for {timeout:g} s"
+            missing = ", ".join(f"trainer {t}" for t in trainers if not self._is_complete(t, step))
+            message = f"step {step}: no gradients from {missing} for {timeout:g} s"
             raise ClusterError(f"{message} (cluster.timeout_seconds)")
         return left
-
-    def _expected(self) -> list[tuple[int, int]]:
-        """Return step and trainer of each entry that step ``version`` needs."""
-        step = self.version
-        return [(step, t) for t in range(self._rules.num_trainers) if self._takes_part(t, step)]
-
-    def _takes_part(self, trainer: int, step: int) -> bool:
-        return not any(step in absence for absence in self._absences[trainer])
 
     def _next_entries(self) -> list[tuple[int, int]]:
         """Return step and trainer of each entry of the next update; empty if the update is incomplete."""
         if self._rules.mode is UpdateMode.ASYNC:
             keys = []
-            for trainer in range(self._rules.num_trainers):
-                steps = takewhile(partial(self._is_complete, trainer), count(self._next_step(trainer)))
+            for trainer, first in enumerate(self._first_unapplied):
+                steps = takewhile(partial(self._is_complete, trainer), count(first))
                 keys += [(step, trainer) for step in steps]
             return keys
-        keys = self._expected()
+        keys = [(self.version, trainer) for trainer in range(self._rules.num_trainers)]
         return keys if all(self._is_complete(t, step) for step, t in keys) else []
-
-    def _next_step(self, trainer: int) -> int:
-        """Return the first step of a trainer whose gradients are not applied."""
-        step = self._first_unapplied[trainer]
-        for absence in self._absences[trainer]:
-            if step in absence:
-                step = absence.stop
-        return step
 
     def _is_complete(self, trainer: int, step: int) -> bool:
         """Whether all of a trainer's gradients of a step have arrived."""

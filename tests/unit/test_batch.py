@@ -24,7 +24,7 @@ def batches(draw: st.DrawFn) -> Batch:
     if has_one_id:
         sparse = sparse._replace(offsets=None)
     dense_BF = torch.arange(float(NUM_DENSE * size)).view(size, NUM_DENSE)
-    batch = Batch(dense_BF, sparse, torch.arange(float(size)) / 8, 99, draw(st.booleans()))
+    batch = Batch(dense_BF, sparse, torch.arange(float(size)) / 8, 99)
     if draw(st.booleans()):
         totals = torch.ones(1, dtype=torch.float64)
         batch = batch._replace(
@@ -65,7 +65,7 @@ def test_micro_batches_hold_all_samples_in_order(batch: Batch, num_parts: int) -
     for k in range(batch.sparse_features.num_features):
         assert list(chain.from_iterable(bags_of(p.sparse_features)[k] for p in parts)) == whole[k]
     for part in parts:
-        assert (part.global_size, part.ended) == (batch.global_size, batch.ended)
+        assert part.global_size == batch.global_size
         assert part.total_weights is batch.total_weights
         assert (part.sparse_features.offsets is None) == (batch.sparse_features.offsets is None)
         assert (part.sparse_features.weights_L is None) == (batch.sparse_features.weights_L is None)

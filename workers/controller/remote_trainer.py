@@ -174,10 +174,7 @@ class Trainer:
         if self._config.data.is_topic:  # no look-ahead, because the rows of later steps may not exist yet
             assert self._stream is not None
             self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before, until)
-        report = self._train(num_steps, until)
-        if len(report.losses) < num_steps and report.event_time < until:
-            self._engine.feed.rejoin()
-        return report
+        return self._train(num_steps, until)
 
     def _begin_aligned(self, batches: Iterable[Batch], steps_before: int, until: float = math.inf) -> None:
         """Continue with batches whose number and sizes may differ between trainers."""

@@ -105,10 +105,6 @@ class Embeddings:
         lookup.ranks_BF = to_device(first.ranks().view(first.shape_BFD[:2]), self._device)
         return lookup
 
-    def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        """Return the lookup of an empty slice, which sends no request."""
-        return Lookup(ticket, {}, ConcatenatedFeatures((), self._width), self._sources).start(after)
-
     def flush(self) -> None:
         """Wait until all sent gradients have arrived."""
         self._sources.flush()
@@ -160,15 +156,12 @@ class ConcatenatedFeatures(NamedTuple):
     """A single output ``pooled_BE`` with the concatenated vectors of all features."""
 
     # The assembler of each route, and the output columns of each feature; None for all features in order.
-    # Empty if there are no samples.
     routes: Sequence[tuple[Assembler, list[slice] | None]]
     width: int  # E, number of output columns
     # For each sequence feature, the output column for the lengths, and the lengths.
     lengths: Sequence[tuple[int, Tensor]] = ()
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
-        if not self.routes:
-            return (torch.empty(0, self.width),)
         vectors = [assembler.vectors(responses) for assembler, _ in self.routes]
         if self.routes[0][1] is None:
             return (vectors[0].flatten(1),)

@@ -158,13 +158,11 @@ class Lookup:
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker; the message also carries the successor's request, if any."""
         successor = self._successor
-        request = None
-        if successor is not None and worker in successor._items:
-            request = LookupRequest(successor._ticket, successor._items[worker])
+        request = None if successor is None else LookupRequest(successor._ticket, successor._items[worker])
         with self._clock.span("send") as span:
             _record_bytes(span, grads, () if request is None else request.items)
             response = self._sources.by_worker[worker].send_gradients(self._ticket, grads, request)
-        if successor is None or request is None:
+        if successor is None:
             self._sources.add(response)
         else:
             successor._expect(worker, response)

@@ -79,7 +79,7 @@ class Trainer:
         embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
         self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), DensePlacement(self._group))
         self._clock = StepClock()
-        self._feed = Feed[Batch](embeddings, [tables], index, UpdateRules(1), self._clock)
+        self._feed = Feed[Batch](embeddings, index, UpdateRules(1), self._clock)
 
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
         """Take steps until no trainer has a batch; return the last gradients by parameter."""
@@ -88,7 +88,6 @@ class Trainer:
         for _, (micro,) in self._feed:
             self._step(micro)
             self._feed.end_step()
-        self._feed.rejoin()
         gradients = self._model.gradients
         return {name: gradients[p].clone() for name, p in self._model.net.named_parameters()}
 

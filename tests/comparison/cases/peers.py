@@ -3,7 +3,7 @@
 The nets here are torch's own, under torch's own DDP, but where the project's is named.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.embedding.trainer.embeddings import ConcatenatedFeatures
 from hybrid.embedding.trainer.lookup import Lookup, TableSources
+from hybrid.embedding.trainer.routes import Responses, Slot
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.uneven_batches import align_batches
@@ -65,6 +65,16 @@ class _BottomOnly(nn.Module):
         return bottom_BH
 
 
+class _NoFeatures:
+    """The vectors of a model without sparse features."""
+
+    def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
+        return (torch.empty(0, 0),)
+
+    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        return iter(())
+
+
 def hybrid_model(uneven: bool, index: int) -> list[Compared]:
     """Use ``DdpModel`` of this project; trainers with fewer inputs continue with empty ones."""
     assert dist.group.WORLD is not None
@@ -81,7 +91,7 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     ticket = Ticket(0, 0, 0)
     sources = TableSources({}, StepClock())
-    lookup = Lookup(ticket, {}, ConcatenatedFeatures((), 0), sources)
+    lookup = Lookup(ticket, {}, _NoFeatures(), sources)
     micro = MicroBatch(batch, ticket, lookup, is_last=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])

@@ -21,10 +21,8 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
         return object()
 
     tables: Any = SimpleNamespace(lookup=lookup)
-    batch: Any = SimpleNamespace(
-        ended=False, checksum=0, sparse_features=None, split=lambda parts: [batch] * parts
-    )
-    feed = Feed[Any](tables, [], 0, UpdateRules(1, mode), StepClock())
+    batch: Any = SimpleNamespace(checksum=0, sparse_features=None, split=lambda count: [batch] * count)
+    feed = Feed[Any](tables, 0, UpdateRules(1, mode), StepClock())
     feed.begin(iter([batch] * 4), 5)
     for step in feed:
         for micro in step.micro_batches:

@@ -357,16 +357,6 @@ class TestDecided:
             assert_all_fail([waiting], each, message)
         assert applied == []
 
-    def test_a_trainer_without_batches_may_request_a_norm_late(self) -> None:
-        with barrier(2, ignore, decided=True) as each:
-            each.finish(1, 0)
-            for step in range(2):
-                contribute(each, 0, step)
-                assert result_of(each.squared_norm(step)) == NORM + step
-                assert result_of(each.squared_norm(max(0, step - 1))) == NORM + max(0, step - 1)
-                each.set_scale(step, 1.0)
-            each.drain()
-
     def test_close_ends_the_wait_for_a_decision(self) -> None:
         with barrier(1, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
             norm = each.squared_norm(0)

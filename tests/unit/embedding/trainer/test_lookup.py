@@ -182,29 +182,6 @@ def test_flush_waits_for_all_sent_gradients(host: FakeHost, embeddings: Embeddin
     embeddings.flush()
 
 
-@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
-def test_empty_lookup_sends_no_request(host: FakeHost, embeddings: Embeddings, purpose: Purpose) -> None:
-    pooled_BE = embeddings.empty_lookup(Ticket(0, 0, 0, purpose=purpose)).wait()
-    assert pooled_BE.shape == (0, 3)
-    if purpose is Purpose.PREFETCH:
-        pooled_BE.sum().backward()
-    assert host.tickets == []
-    assert host.sent == []
-
-
-def test_gradients_before_an_empty_lookup_are_sent_alone(host: FakeHost, embeddings: Embeddings) -> None:
-    first = embeddings.lookup(IDS, prefetched(0))
-    second = embeddings.empty_lookup(prefetched(2), first)
-    third = embeddings.empty_lookup(prefetched(4), second)
-    first.wait().sum().backward()
-    assert [ticket.step for ticket, _, _ in host.sent] == [0]
-    assert host.exchanged == []
-    host.sent[0][2].has_arrived = True
-    second.wait().sum().backward()
-    assert third.wait().shape == (0, 3)
-    assert host.tickets == [prefetched(0)]
-
-
 def test_lookup_that_was_not_sent_raises(embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     second = embeddings.lookup(IDS, prefetched(2), first)
