@@ -78,7 +78,8 @@ COMMON = settings(
         "stream": "files(lanes = 4, marker = '_SUCCESS', wait_hours = 0.02, until = 'log/day=3', "
         "scaling_momentum = 0.4)",
         "dense": "price",
-        "sparse": ["user", "item"],
+        "sparse": ["user", "item", "brand"],
+        "joins": ['table("items.csv", key = "item")'],
         "vocabulary": "grow",
         "weight": "importance",
     },
@@ -92,7 +93,8 @@ COMMON = settings(
 def write_day(folder: Path, day: int) -> None:
     """Write a day, whose last file completes it; new users come every day, and prices rise.
 
-    The second file has invalid rows, so one trainer has read its lanes before the other.
+    The second file has invalid rows, so one trainer has read its lanes before the other. A side table has the
+    brands of most items.
     """
     rng = np.random.default_rng(day)
     path = folder / f"log/day={day}"
@@ -109,6 +111,7 @@ def write_day(folder: Path, day: int) -> None:
             "importance": rng.integers(3, size=ROWS // 3),
         }
         pq.write_table(pa.table(columns), path / f"part-{part}.parquet")
+    (folder / "items.csv").write_text("item,brand\n" + "".join(f"i{i},b{i % 4}\n" for i in range(25)))
     (path / "_SUCCESS").touch()
 
 
@@ -157,6 +160,7 @@ def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> 
     lines = records(undisturbed, "train")
     assert [line["step"] for line in lines] == [*range(1, 3 * DAY_STEPS + 1)]
     assert lines[-1]["user.rows"] == 200
+    assert lines[-1]["brand.rows"] == 5  # four brands, and the items without one
     assert all(0 < line["progressive_log_loss"] < 1 for line in lines)
 
 
@@ -226,7 +230,7 @@ def test_served_model_scales_as_the_last_unit_did(folder: Path) -> None:
     checkpoint = {"every_steps": 0, "every_minutes": 0, "keep_last": 99, "deltas": "every(4, seconds = 0)"}
     more = settings(run={"folder": "served"}, checkpoint=checkpoint, embedding=rates, dense=rates)
     output_of(["launch", *COMMON, *commands.ONE_EACH, *more], folder)
-    run_folder, raw = folder / "served", {"price": [1.0], "user": [1], "item": ["i1"]}
+    run_folder, raw = folder / "served", {"price": [1.0], "user": [1], "item": ["i1"], "brand": ["b1"]}
     output = run(["evaluate", "served", "--input", "log/day=3", "--json"], folder).stdout
     (last,) = (unit for unit in records(run_folder, "unit") if unit["unit"] == "log/day=3")
     assert json.loads(output)["metrics"]["log_loss"] == pytest.approx(last["log_loss"], rel=1e-6)
