@@ -13,7 +13,8 @@ SENT = 40  # rows of each partition per step: a quarter of the batch, 4 partitio
 
 
 @pytest.fixture
-def kafka() -> MockKafka:
+def kafka(tmp_path: Path) -> MockKafka:
+    (tmp_path / "users.csv").write_text("user,country\n" + "".join(f"u{u},c{u % 3}\n" for u in range(40)))
     return MockKafka()
 
 
@@ -34,7 +35,14 @@ def stream(kafka: MockKafka, topic: str, hours: float = 0.0005) -> list[str]:
 
 
 # A scaling would depend on the rows that are there at the start.
-ROWS = {"format": "csv", "path": [], "columns": ["label", "price", "user"], "sparse": "user", "weight": ""}
+ROWS = {
+    "format": "csv",
+    "path": [],
+    "columns": ["label", "price", "user"],
+    "sparse": ["user", "country"],
+    "joins": 'table("users.csv", key = "user")',
+    "weight": "",
+}
 KAFKA = [*COMMON, *settings(data={**ROWS, "numeric_scaling": "none"}, train={"batch_size": 4 * SENT})]
 
 
