@@ -32,15 +32,22 @@ class Twins:
         yield STORED
 
 
+def joined(folder: StoragePath) -> dict[str, object]:
+    """Return keys that join a side table of a folder."""
+    join = f'table("{folder}/items.csv", key = "item")'
+    return {"sparse": ["user", "item", "tags", "brand"], "joins": [join]}
+
+
 @pytest.fixture(scope="module")
 def twins(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     local = tmp_path_factory.mktemp("local")
     write_clicks(local / "new.csv", 60, seed=8)
-    write_trained(local / "run", clicks_config(local))
+    (local / "items.csv").write_text("item,brand\n" + "".join(f"i{i},b{i % 4}\n" for i in range(9)))
+    write_trained(local / "run", clicks_config(local, data=joined(local)))
     sent(local, STORED)
     # The run in the store has read its rows from the store.
     other = tmp_path_factory.mktemp("other")
-    config = clicks_config(other, data={"path": str(STORED / "clicks.csv")})
+    config = clicks_config(other, data={"path": str(STORED / "clicks.csv"), **joined(STORED)})
     files.remove(STORED / "run")
     sent(write_trained(other / "run", config), STORED / "run")
     return Twins(local)
@@ -106,7 +113,14 @@ def test_refused_export_leaves_no_file(twins: Twins, store: Store, monkeypatch: 
 
 
 def test_loaded_model_is_the_same(twins: Twins) -> None:
-    rows = {"price": [9.5], "age": [30], "user": ["u7"], "item": ["i1"], "tags": [["a", "b"]]}
+    rows = {
+        "price": [9.5],
+        "age": [30],
+        "user": ["u7"],
+        "item": ["i1"],
+        "tags": [["a", "b"]],
+        "brand": ["b1"],
+    }
     found = []
     for folder in twins.both():
         model = hybrid.load(str(folder / "run"))
