@@ -18,11 +18,11 @@ def main() -> int:
     keys = (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines()
     budgets = [
         ("lines of hybrid and workers", _lines(code), 40_481),
-        ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 38_169),
-        ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_190),
+        ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 38_109),
+        ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_189),
         ("configuration keys", sum(line.startswith("| `") for line in keys), 106),
         ("private functions with one caller in their file", sum(map(_count_single_callers, code)), 245),
-        ("kB of docs", sum(path.stat().st_size for path in pages) // 1000, 152),
+        ("kB of docs", sum(path.stat().st_size for path in pages) // 1000, 148),
         ("lines of README.md", _lines([ROOT / "README.md"]), 150),
     ]
     for name, size, limit in budgets:

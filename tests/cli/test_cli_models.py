@@ -10,11 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pytest
-import torch
 from support.choices import write_choices
 from support.commands import ROOT, code_block, output_of, settings
-
-import hybrid
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ("apply_deltas", "drifting_log", "stream_days", "train_every_day")  # which other tests run
@@ -101,26 +98,6 @@ def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_pa
     options = ["--steps", "5", "--dtype", "float64", "--set", f"train.update={update}"]
     arguments = ["--samples", "5000", "--double", "--drawn", str(drawn)]
     output_of(["compare", script, *options, "--", *arguments], tmp_path)  # fails if they differ
-
-
-def test_module_of_the_page_takes_a_step() -> None:
-    found: dict[str, Any] = {"__name__": "page"}
-    exec(code_block("docs/models.md", "python", "hybrid.Embedding"), found)
-    cluster = hybrid.connect()
-    model = cluster.distribute(found["Net"]())
-    batch = {
-        "user": torch.tensor([3, 9_999]),
-        "item": torch.tensor([1, 2]),
-        "history": torch.tensor([[4, 0, 0], [4_999, 1, 2]]),
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    means = []
-    for slice_ in cluster.batches([batch, batch]):
-        loss = torch.nn.functional.softplus(model(slice_))
-        cluster.backward(loss)
-        optimizer.step()
-        means.append(cluster.mean(loss))
-    assert means[1] < means[0]
 
 
 GROUPS, ITEMS = 3, 12

@@ -1,7 +1,6 @@
 """Every execution backend of a dense net equals one process, in parameters and optimizer state."""
 
 import dataclasses
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from comparison.cases.checkpoints import reloaded
-from comparison.cases.documented import split_net
 from comparison.cases.matrix import Case, check_against_one_process, train_case
-from comparison.cases.peers import on_all_trainers
 from support.cluster import CaseError, Clusters
-from support.commands import code_block
 
 
 def split(**values: Any) -> Case:
@@ -71,18 +67,3 @@ def test_invalid_sharding_plan_is_refused_before_training(clusters: Clusters) ->
     rule = r"dense\.tensor_plan.*head of the net fails with this backend"
     with pytest.raises(CaseError, match=rule):
         clusters.get(4, 1).run(train_case, split(tensor_plan=("head.0 = colwise",)))
-
-
-def test_documented_replicas_run() -> None:
-    names = {"torch": torch}
-    exec(code_block("docs/parallel.md", "python", "import DataParallel"), names)
-    assert "DataParallel" in names
-
-
-def test_documented_tensor_parallel_net_equals_the_net(clusters: Clusters) -> None:
-    of_trainers = clusters.get(4, 1).run(
-        on_all_trainers, partial(split_net, code_block("docs/parallel.md", "python", "TensorParallel"))
-    )
-    assert len(of_trainers) == 4
-    for ((ours, expected),) in of_trainers:
-        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
