@@ -2,21 +2,16 @@
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import pytest
 from support.commands import ROOT
 
 from hybrid.config import (
-    ClusterSection,
     DataSection,
-    DenseGroupSection,
     DenseSection,
-    EmbeddingSection,
     RunConfig,
     RunSection,
-    ScheduleSection,
     TableSection,
     TrainSection,
 )
@@ -27,7 +22,6 @@ from hybrid.config.loading import (
     load_config,
     read_toml_text,
     to_toml,
-    validate,
 )
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
@@ -75,42 +69,6 @@ def test_overrides_of_tables_with_dots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("train.batch_size=big", "train.batch_size"),
-        ("train.batch_size=0", "train.batch_size"),
-        ("train.batch_size=true", "train.batch_size"),
-        ("train.batch_size=4\nepochs=2", "train.batch_size"),
-        ("data.max_invalid_fraction=-5e-324", "data.max_invalid_fraction"),
-        (f"data.max_invalid_fraction={math.nextafter(1.0, 2.0)}", "data.max_invalid_fraction"),
-        ("dense.learning_rate=0", "dense.learning_rate"),
-        ("dense.learning_rate=nan", "dense.learning_rate"),
-        ("dense.learning_rate=1" + "0" * 400, "dense.learning_rate"),
-        ("dense.net=[1]", "dense.net"),
-        ("dense.net=dlmr", "dense.net"),
-        ("dense.net=ple(expert_mlp=[0])", "dense.net"),
-        ("dense.net=ple(expert_mlp=[])", "dense.net"),
-        ("data.format=tsv", "data.format"),
-        ("data.path=a,b", "data.path"),
-        ("data.path=[1]", "data.path"),
-        ("dense.top_mlp=wide", "dense.top_mlp"),
-        ("dense.top_mlp=[1.5]", "dense.top_mlp"),
-        ("dense.top_mlp=[64, 0]", "dense.top_mlp"),
-        ("tables.user.dim=0", "tables.user.dim"),
-        ("tables.user.optimizer=Adam", "tables.user.optimizer"),
-        ("embedding.optimizer=adam(eps=0)", "embedding.optimizer"),
-        ("train=3", "--set train=3"),
-        ("data.priority=w", "data.priority"),
-    ],
-)
-def test_invalid_override_is_refused(override: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
-    assert caught.value.key == key
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("name", "nearest"),
     [
         ("dense.nett", "dense.net"),
@@ -123,13 +81,14 @@ def test_invalid_override_is_refused(override: str, key: str) -> None:
     ],
 )
 def test_unknown_key_has_nearest_key(name: str, nearest: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"did you mean {nearest}\?$") as caught:
-        load_config(None, [f"{name}=1"])
-    assert caught.value.key == name
     section, _, key = name.rpartition(".")
-    with pytest.raises(ConfigError, match=rf"did you mean {nearest}\?$") as caught:
-        _load(tmp_path, f"[{section}]\n{key} = 1" if section else f"{key} = 1")
-    assert caught.value.key == f"{tmp_path}/run.toml:{1 + bool(section)}: {name}"
+    for text, overrides, place in (
+        ("", [f"{name}=1"], name),
+        (f"[{section}]\n{key} = 1" if section else f"{key} = 1", [], f"run.toml:{1 + bool(section)}: {name}"),
+    ):
+        with pytest.raises(ConfigError, match=rf" {nearest}\?$") as caught:
+            _load(tmp_path, text, *overrides)
+        assert caught.value.key.removeprefix(f"{tmp_path}/") == place
 
 
 @pytest.mark.parametrize(
@@ -166,83 +125,22 @@ def test_invalid_file_is_refused(tmp_path: Path, text: str | bytes | None, messa
 def test_a_stored_configuration_with_an_unknown_key_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="earlier version") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(path, is_stored=True)
     assert caught.value.key == str(path)
     assert "\n" not in str(caught.value)
 
 
-CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",))
-ALL_ROWS, ASYNC = "adam(all_rows = true)", TrainSection(update="async")
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        (RunConfig(dense=DenseSection(net="a b:c")), "dense.net"),
-        (RunConfig(dense=DenseSection(device="gpu")), "dense.device"),
-        (RunConfig(dense=DenseSection(device="cpu,")), "dense.device"),
-        (RunConfig(dense=DenseSection(device="cuda:01")), "dense.device"),
-        (RunConfig(dense=DenseSection(compile="jit")), "dense.compile"),
-        (RunConfig(dense=DenseSection(tensor_size=3)), "dense.tensor_size"),
-        (RunConfig(dense=DenseSection(tensor_size=2, net="mine:net")), "dense.tensor_plan"),
-        (RunConfig(dense=DenseSection(tensor_size=2, compile="script")), "dense.compile"),
-        (RunConfig(dense=DenseSection(tensor_size=2, optimizer="Muon")), "dense.optimizer"),
-        (RunConfig(dense=DenseSection(tensor_size=2, device="cpu,cpu")), "dense.device"),
-        (RunConfig(dense=DenseSection(tensor_plan=("head = rowwise",))), "dense.tensor_plan"),
-        (RunConfig(embedding=EmbeddingSection(optimizer="ftrl(all_rows = true)")), "embedding.optimizer"),
-        (RunConfig(embedding=EmbeddingSection(optimizer="adam(betas = [0.9])")), "embedding.optimizer"),
-        (RunConfig(train=ASYNC, embedding=EmbeddingSection(optimizer=ALL_ROWS)), "embedding.optimizer"),
-        (RunConfig(train=ASYNC, tables={"u": TableSection(optimizer=ALL_ROWS)}), "tables.u.optimizer"),
-        (RunConfig(tables={"u": TableSection(optimizer="rowwise_adagrad(all_rows = true)")}),
-         "tables.u.optimizer"),
-        (RunConfig(tables={"u": TableSection(frozen=True, optimizer=ALL_ROWS)}), "tables.u.optimizer"),
-        (RunConfig(tables={"u": TableSection(init="zeros(1)")}), "tables.u.init"),
-        (RunConfig(cluster=ClusterSection(workers=1), tables={"u": TableSection(placement="row(0, 1)")}),
-         "tables.u.placement"),
-        (RunConfig(tables={"u": TableSection(placement="row(-1)")}), "tables.u.placement"),
-        (RunConfig(tables={"u": TableSection(features=("a",)), "a": TableSection()}), "tables.a.features"),
-        (RunConfig(tables={"u": TableSection(frozen=True, learning_rate=0.1)}), "tables.u.learning_rate"),
-        (RunConfig(tables={"u": TableSection(initial="positions(a.npy)", init="zeros")}), "tables.u.initial"),
-        (RunConfig(tables={"u": TableSection(initial="a.npy")}), "tables.u.initial"),
-        (RunConfig(tables={"u": TableSection(initial="s3://b/a.safetensors#u")}), "tables.u.initial"),
-        (RunConfig(tables={"u": TableSection(initial="positions()")}), "tables.u.initial"),
-        (RunConfig(dense_groups={"g": DenseGroupSection()}), "dense_groups.g.parameters"),
-        (RunConfig(dense_groups={"g": DenseGroupSection(parameters=("remote.*",))}),
-         "dense_groups.g.parameters"),
-        (RunConfig(data=dataclasses.replace(CSV, path=())), "data.path"),
-        (RunConfig(data=dataclasses.replace(CSV, label="")), "data.label"),
-        (RunConfig(data=dataclasses.replace(CSV, sparse=())), "data.sparse"),
-        (RunConfig(data=dataclasses.replace(CSV, dense=("label",))), "data.dense"),
-        (RunConfig(data=dataclasses.replace(CSV, sparse=("u", "u"))), "data.sparse"),
-        (RunConfig(data=DataSection(delimiter="")), "data.delimiter"),
-        (RunConfig(data=DataSection(positive_labels=("1", "yes"), negative_labels=("yes",))),
-         "data.negative_labels"),
-        (RunConfig(schedule=ScheduleSection(kind="one_cycle(warmup_steps = 1)")), "schedule.kind"),
-        (RunConfig(schedule=ScheduleSection(kind="cosine(steps = 9, warmup_steps = 9)")), "schedule.kind"),
-        (RunConfig(dense_groups={"g": DenseGroupSection(parameters=("*",), optimizer_options=("lr = 0",))}),
-         "dense_groups.g.optimizer_options"),
-    ],
-)  # fmt: skip
-def test_invalid_configuration_in_code_is_refused(config: RunConfig, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate(config)
-    assert caught.value.key == key
-    assert "\n" not in str(caught.value)
-
-
-def test_valid_configuration_in_code_passes() -> None:
-    validate(RunConfig())
-    validate(RunConfig(schedule=ScheduleSection(kind="cosine(warmup_steps = 9)")))
-    validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1")))
-    for update in ("sync", "lookahead"):
-        embedding, tables = EmbeddingSection(optimizer=ALL_ROWS), {"u": TableSection(optimizer=ALL_ROWS)}
-        validate(RunConfig(train=TrainSection(update=update), embedding=embedding, tables=tables))
-
-
 FULL = RunConfig(
     run=RunSection(name='quoted "π" \\ \x00\x1f\x7f\n𝄞', folder="runs/a b"),
-    data=dataclasses.replace(CSV, delimiter="\t", missing=("", "?", "n/a")),
+    data=DataSection(
+        format="csv",
+        path=("x.csv",),
+        sparse=("user",),
+        dense=("age",),
+        delimiter="\t",
+        missing=("", "?", "n/a"),
+    ),
     dense=DenseSection(top_mlp=(), learning_rate=1e-300),
     train=TrainSection(eval_every_steps=7),
     tables={

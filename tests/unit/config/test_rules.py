@@ -1,31 +1,197 @@
-"""Rules that tie several keys together: the dense net's parallel forms, and the steps of a profile."""
+"""Values and combinations of keys that are refused, and the accepted ones beside them."""
+
+import math
 
 import pytest
 
-from hybrid.config import DataSection, ProfileSection, RunConfig, TaskSection, TrainSection
-from hybrid.config.loading import load_config, validate
+from hybrid.config import ProfileSection
+from hybrid.config.loading import load_config
 from hybrid.config.validation import recorded_steps
 from hybrid.errors import ConfigError
 
+DATA = ["data.format=csv", "data.path=x.csv", "data.dense=price", 'data.sparse=["user", "age"]']
+DATA += ["data.multi_hot_separator=|", "data.vocabulary=build(3)"]
+ALL_ROWS = "adam(all_rows = true)"
+VALUES = {
+    "cluster.loggers": ("tensorbord", '["mlflow", "my_module"]', "mlflow(1)", "1"),
+    "columns.age.kind": (
+        *("bucket", "hour(1)", "buckets", "buckets(x)", "buckets(1, 5, 2.5)", "buckets(1, 1)"),
+        *("buckets(1, nan)", "quantiles(1)", "weighted(|)"),
+    ),
+    "columns.age.numeric_scaling": ("min_max",),
+    "columns.age.source": ("label",),
+    "columns.price.kind": ("quantiles(4)",),
+    "columns.price.numeric_scaling": tuple(
+        f"given({moments})"
+        for moments in ("", "2", "std = 2", "2, std = 0", "2, std = -1", "nan, std = 1", "x, std = 1")
+    ),
+    "columns.price.vocabulary": ("hash",),
+    "data.delimiter": ("",),
+    "data.dense": ("label",),
+    "data.format": ("tsv",),
+    "data.label": ("",),
+    "data.max_invalid_fraction": ("-5e-324", str(math.nextafter(1.0, 2.0))),
+    "data.path": ("a,b", "[1]", "[]"),
+    "data.priority": ("w",),
+    "data.sparse": ('["u", "u"]', "[]"),
+    "data.weighted_metrics": ("true",),
+    "dense.compile": ("jit",),
+    "dense.device": ("gpu", "cpu,", "cuda:01"),
+    "dense.learning_rate": ("0", "nan", "1" + "0" * 400),
+    "dense.net": (
+        *("[1]", "dlmr", "a b:c", "ple(expert_mlp=[0])", "ple(expert_mlp=[])", "dcn_v2(1001)", "ple(1001)"),
+    ),
+    "dense.tensor_plan": ("head = rowwise",),
+    "dense.tensor_size": ("3",),
+    "dense.top_mlp": ("wide", "[1.5]", "[64, 0]", str([1] * 1001)),
+    "dense_groups.g.parameters": ("[]", "remote.*"),
+    "embedding.optimizer": ("ftrl(all_rows = true)", "adam(betas = [0.9])", "adam(eps=0)"),
+    "schedule.kind": ("one_cycle(warmup_steps = 1)", "cosine(steps = 9, warmup_steps = 9)"),
+    "tables.u.dim": ("0",),
+    "tables.u.init": ("zeros(1)",),
+    "tables.u.initial": ("a.npy", "s3://b/a.safetensors#u", "positions()"),
+    "tables.u.optimizer": ("Adam", "rowwise_adagrad(all_rows = true)"),
+    "tables.u.placement": ("row(-1)",),
+    "tasks.s.loss": ("huber",),
+    "tasks.s.mask": ("s",),
+    "tasks.s.metrics": ("gauc", "m:auc"),
+    "tasks.s.ranking_loss": ("pairwise",),
+    "tasks.s.type": ("classes", "ordinal"),
+    "tasks.s.weight": ("-1.0",),
+    "train.batch_size": ("big", "0", "true", "4\nepochs=2"),
+}  # fmt: skip
+COMBINATIONS = [
+    ("train=3", "--set train=3"),
+    ("columns.city.kind=value", "columns.city"),
+    ('columns.age.kind=cross + columns.age.source=["user", "price"] + columns.age.vocabulary=build',
+     "columns.age.vocabulary"),
+    ("data.dense=age + columns.age.kind=value", "columns.age"),
+    ("columns.age.kind=cross + columns.age.source=user", "columns.age.source"),
+    ('columns.age.kind=cross + columns.age.source=["user", "user"]', "columns.age.source"),
+    ('columns.age.kind=weekday + columns.age.source=["day", "time"]', "columns.age.source"),
+    ("tasks.buy.label=bought + columns.age.source=bought", "columns.age.source"),
+    ("columns.age.pooling=none", "columns.age.max_ids"),
+    ("columns.age.pooling=none + columns.age.kind=hour", "columns.age.pooling"),
+    ('data.positive_labels=["1", "yes"] + data.negative_labels=yes', "data.negative_labels"),
+    ("dense.tensor_size=2 + dense.net=mine:net", "dense.tensor_plan"),
+    ("dense.tensor_size=2 + dense.compile=script", "dense.compile"),
+    ("dense.tensor_size=2 + dense.optimizer=Muon", "dense.optimizer"),
+    ("dense.tensor_size=2 + dense.device=cpu,cpu", "dense.device"),
+    ("dense_groups.g.parameters=* + dense_groups.g.optimizer_options=lr = 0",
+     "dense_groups.g.optimizer_options"),
+    (f"train.update=async + embedding.optimizer={ALL_ROWS}", "embedding.optimizer"),
+    (f"train.update=async + tables.u.optimizer={ALL_ROWS}", "tables.u.optimizer"),
+    (f"tables.u.frozen=true + tables.u.optimizer={ALL_ROWS}", "tables.u.optimizer"),
+    ("tables.u.frozen=true + tables.u.learning_rate=0.1", "tables.u.learning_rate"),
+    ("tables.u.init=zeros + tables.u.initial=positions(a.npy)", "tables.u.initial"),
+    ("cluster.workers=1 + tables.u.placement=row(0, 1)", "tables.u.placement"),
+    ("tables.u.features=a + tables.a.dim=4", "tables.a.features"),
+    ("tasks.a b.type=binary", "tasks.a b"),
+    ("tasks.price.type=regression", "data.dense"),
+    ("data.group=user + tasks.s.type=regression + tasks.s.metrics=mrr", "tasks.s.metrics"),
+    ("data.group=user + tasks.s.metrics=ndcg@0", "tasks.s.metrics"),
+    ("data.group=user + tasks.s.ranking_loss=lambda", "tasks.s.ranking_loss"),
+    ("data.group=user + tasks.s.ranking_loss=pairwise(0)", "tasks.s.ranking_loss"),
+    ("data.group=user + tasks.s.ranking_loss=listwise + tasks.s.type=classes(3)", "tasks.s.ranking_loss"),
+    ("data.group=user + tasks.s.ranking_loss=pairwise + data.shuffle=lanes", "data.shuffle"),
+    ("tasks.s.type=regression + checkpoint.keep_best=auc", "checkpoint.keep_best"),
+    ("train.patience=2 + checkpoint.keep_best=none", "checkpoint.keep_best"),
+    ("train.patience=2 + data.split=none", "train.patience"),
+    ("train.max_steps=12 + profile.steps=3", "profile.steps"),
+]  # fmt: skip
+SYNTHETIC = [
+    ("columns.C1.kind=hour", "columns.C1"),
+    ("columns.C1.pooling=none", "columns.C1.max_ids"),
+]
+GROWING = [*DATA, "data.vocabulary=grow", 'data.sparse=["user", "item", "seen", "tags", "age", "day"]']
+GROWING += ["columns.tags.kind=weighted", "columns.age.kind=buckets(18, 45)", "columns.day.vocabulary=build"]
+OF_GROWING = [
+    *(
+        (f"data.vocabulary=grow({arguments})", "data.vocabulary")
+        for arguments in ("max_rows = 8191", "0", "unknown = 'ones'", "rows = 9")
+    ),
+    ("data.format=synthetic", "data.vocabulary"),
+    ("columns.tags.vocabulary=grow(max_rows = 8191)", "columns.tags.vocabulary"),
+    ("columns.age.vocabulary=grow", "columns.age.vocabulary"),
+    ('tables.shared.features=["user", "day"]', "tables.shared.features"),
+    ('tables.shared.features=["user", "age"]', "tables.shared.features"),
+    ('tables.items.features=["item", "seen"] + columns.item.vocabulary=grow(3)', "tables.items.features"),
+    ("tables.user.initial=positions(rows.npy)", "tables.user.initial"),
+    ("tables.user.frozen=true", "tables.user.frozen"),
+    (f"tables.user.optimizer={ALL_ROWS}", "tables.user.optimizer"),
+    (f"embedding.optimizer={ALL_ROWS}", "embedding.optimizer"),
+    ("tables.user.placement=row(pooled_by = 'workers')", "tables.user.placement"),
+    ("embedding.placement=auto(pooled_by = 'workers')", "embedding.placement"),
+]
+STREAM = [*GROWING[:-1], "columns.day.vocabulary=hash(9)", "data.stream=files(lanes = 5)"]
+OF_STREAMS = [
+    ("data.vocabulary=build", "data.vocabulary"),
+    ("data.split=time(day)", "data.split"),
+    ("data.test_path=x", "data.test_path"),
+    ("data.validation=random", "data.validation"),
+    ("train.epochs=2", "train.epochs"),
+    ("train.eval_every_steps=5", "train.eval_every_steps"),
+    ("cluster.trainers=6", "cluster.trainers"),
+    ("schedule.kind=cosine", "schedule.kind"),
+    ("data.shuffle=lanes", "data.shuffle"),
+]
+CHOICES = [*DATA, "data.dense=[]", "tasks.s.type=retrieval(user)", "dense.net=two_towers"]
+OF_CHOICES = [
+    *((f"tasks.s.loss={loss}", "tasks.s.loss") for loss in ("log_loss", "m:loss")),
+    *((f"tasks.s.metrics={name}", "tasks.s.metrics") for name in ("gauc", "m:auc")),
+    ("tasks.s.ranking_loss=listwise", "tasks.s.ranking_loss"),
+    *((f"tasks.s.type={kind}", "tasks.s.type") for kind in ("retrieval(other)", "retrieval")),
+    ("tasks.t.type=binary", "tasks"),
+    ("tasks.s.type=binary", "dense.net"),
+    ("dense.net=dlrm", "dense.net"),
+    ("dense.remote_mlp=4", "dense.remote_mlp"),
+    ("dense.ddp=none", "dense.ddp"),
+    ("train.micro_batches=2", "train.micro_batches"),
+    ("data.format=synthetic", "data.format"),
+    ("data.stream=files() + data.split=none + data.vocabulary=hash(9)", "data.stream"),
+]
 
-def test_weighted_metrics_need_weight_column() -> None:
-    validate(RunConfig(data=DataSection(weight="weight", weighted_metrics=True)))
-    with pytest.raises(ConfigError, match=r"^data\.weighted_metrics = True: "):
-        validate(RunConfig(data=DataSection(weighted_metrics=True)))
+
+@pytest.mark.parametrize(
+    ("base", "settings", "key"),
+    [
+        *((DATA, f"{key}={value}", key) for key, values in VALUES.items() for value in values),
+        *((DATA, *row) for row in COMBINATIONS),
+        *(([], *row) for row in SYNTHETIC),
+        *((GROWING, *row) for row in OF_GROWING),
+        *((STREAM, *row) for row in OF_STREAMS),
+        *((CHOICES, *row) for row in OF_CHOICES),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else "",
+)
+def test_refused_settings(base: list[str], settings: str, key: str) -> None:
+    load_config(None, base)
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*base, *settings.split(" + ")])
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
 
 
-def test_a_net_of_many_layers_is_refused() -> None:
-    load_config(None, ["dense.top_mlp=[8, 4]", "dense.net=dcn_v2(1000)"])
-    for setting in (f"dense.top_mlp={[1] * 1001}", "dense.net=dcn_v2(1001)", "dense.net=ple(1001)"):
-        with pytest.raises(ConfigError, match=r"^dense\..* at most 1000"):
-            load_config(None, [setting])
-
-
-def test_lanes_are_refused_with_ranking_loss() -> None:
-    validate(RunConfig(data=DataSection(shuffle="lanes(64)")))
-    ranked = {"click": TaskSection(label="label", ranking_loss="pairwise")}
-    with pytest.raises(ConfigError, match=r"^data\.shuffle = 'lanes': "):
-        validate(RunConfig(data=DataSection(shuffle="lanes", group="C7"), tasks=ranked))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "columns.age.source=bought",
+        "data.weighted_metrics=true + data.weight=weight",
+        "data.shuffle=lanes(64)",
+        "dense.net=pkg.nets:mine + dense.device=cuda:1",
+        "dense.top_mlp=[8, 4] + dense.net=dcn_v2(1000)",
+        *(
+            f"train.update={update} + embedding.optimizer={ALL_ROWS} + tables.u.optimizer={ALL_ROWS}"
+            for update in ("sync", "lookahead")
+        ),
+        "schedule.kind=cosine(warmup_steps = 9)",
+        'data.dense=[] + dense.net=two_towers + tasks.s.type=retrieval(user, dim = 8) + '
+        'tasks.s.metrics=["recall@10", "ndcg@10"]',
+        "train.max_steps=13 + profile.steps=3",
+    ],
+)  # fmt: skip
+def test_accepted_settings(settings: str) -> None:
+    load_config(None, [*DATA, *settings.split(" + ")])
 
 
 @pytest.mark.parametrize(
@@ -35,19 +201,16 @@ def test_lanes_are_refused_with_ranking_loss() -> None:
         ((1, 0), 0, 1, range(1)),
         ((3, 2), 16, 21, range(18, 21)),  # counted from the step that the run resumes at
         ((), 0, 1, range(10, 10)),
+        ((3,), 0, 12, None),
+        ((3,), 16, 28, None),
     ],
 )
-def test_recorded_steps(steps: tuple[int, ...], before: int, total: int, expected: range) -> None:
-    assert recorded_steps(ProfileSection(steps=steps), before, total) == expected
-
-
-@pytest.mark.parametrize(("before", "total"), [(0, 12), (16, 28)])
-def test_profile_beyond_end_of_run_is_refused(before: int, total: int) -> None:
-    with pytest.raises(ConfigError, match=r"^profile\.steps = \(3,\): "):
-        recorded_steps(ProfileSection(steps=(3,)), before, total)
-
-
-def test_profile_is_checked_early_if_steps_are_limited() -> None:
-    validate(RunConfig(train=TrainSection(max_steps=13), profile=ProfileSection(steps=(3,))))
-    with pytest.raises(ConfigError, match=r"^profile\.steps = "):
-        validate(RunConfig(train=TrainSection(max_steps=12), profile=ProfileSection(steps=(3,))))
+def test_recorded_steps_are_within_the_run(
+    steps: tuple[int, ...], before: int, total: int, expected: range | None
+) -> None:
+    profile = ProfileSection(steps=steps)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"^profile\.steps = "):
+            recorded_steps(profile, before, total)
+    else:
+        assert recorded_steps(profile, before, total) == expected

@@ -1,7 +1,6 @@
 """Columns of growing tables: the keys of values, and prepared data."""
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import pytest
 from support.samples import csv_config, prepared, whole, write
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, TableSection
-from hybrid.config.loading import load_config, to_toml, validate
+from hybrid.config.loading import validate
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import fingerprint
 from hybrid.data.values.canonical import canonicalize, compute_keys
 from hybrid.embedding.table_spec import Growth
 from hybrid.engine.model_builder import table_specs
-from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec
 from workers.console.messages import data_notes
 
@@ -214,41 +212,6 @@ def test_how_a_table_grows_does_not_change_prepared_data(tmp_path: Path) -> None
 
 
 TAGS = ColumnSection(kind="weighted", multi_hot_separator="|", vocabulary="grow(3)")
-
-
-@pytest.mark.parametrize(
-    ("key", "sections"),
-    [
-        ("data.vocabulary", {"data": {"vocabulary": "grow(max_rows = 8191)"}}),
-        ("data.vocabulary", {"data": {"vocabulary": "grow(0)"}}),
-        ("data.vocabulary", {"data": {"vocabulary": "grow(unknown = 'ones')"}}),
-        ("data.vocabulary", {"data": {"vocabulary": "grow(rows = 9)"}}),
-        ("data.vocabulary", {"data": {"format": "synthetic"}}),
-        ("columns.tags.vocabulary", {"columns.tags": {"vocabulary": "grow(max_rows = 8191)"}}),
-        ("columns.age.vocabulary", {"columns.age": {"vocabulary": "grow"}}),
-        ("tables.shared.features", {"tables.shared": {"features": ["user", "day"]}}),
-        ("tables.shared.features", {"tables.shared": {"features": ["user", "age"]}}),
-        (
-            "tables.items.features",
-            {"tables.items": {"features": ["item", "seen"]}, "columns.item": {"vocabulary": "grow(3)"}},
-        ),
-        ("tables.user.initial", {"tables.user": {"initial": "positions(rows.npy)"}}),
-        ("tables.user.frozen", {"tables.user": {"frozen": "true"}}),
-        ("tables.user.optimizer", {"tables.user": {"optimizer": "adam(all_rows = true)"}}),
-        ("embedding.optimizer", {"embedding": {"optimizer": "adam(all_rows = true)"}}),
-        ("tables.user.placement", {"tables.user": {"placement": "row(pooled_by = 'workers')"}}),
-        ("embedding.placement", {"embedding": {"placement": "auto(pooled_by = 'workers')"}}),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(
-    tmp_path: Path, key: str, sections: dict[str, dict[str, Any]]
-) -> None:
-    config = rows_config(tmp_path)
-    validate(config)
-    changes = [f"{name}.{k}={v}" for name, values in sections.items() for k, v in values.items()]
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    with pytest.raises(ConfigError, match=rf"{re.escape(key)} = [^\n]*$"):
-        load_config(tmp_path / "config.toml", changes)
 
 
 def test_a_table_grows_as_its_columns(tmp_path: Path) -> None:

@@ -367,27 +367,6 @@ def test_position_of_other_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("data.vocabulary", "build"),
-        ("data.split", "time(number)"),
-        ("data.test_path", "x"),
-        ("data.validation", "random"),
-        ("train.epochs", 2),
-        ("train.eval_every_steps", 5),
-        ("cluster.trainers", 6),
-        ("schedule.kind", "cosine"),
-        ("data.shuffle", "lanes"),
-    ],
-)
-def test_what_needs_all_rows_is_refused(key: str, value: str | int) -> None:
-    text = f'"{value}"' if isinstance(value, str) else value
-    with pytest.raises(ConfigError) as caught:
-        configure("log", "parquet", f"{key} = {text}")
-    assert caught.value.key == key
-
-
-@pytest.mark.parametrize(
     ("column", "error"), [("nope", ConfigError), ("tags", ConfigError), ("item", DataError)]
 )
 def test_column_that_is_missing_or_has_no_times_is_refused(

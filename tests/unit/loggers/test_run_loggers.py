@@ -12,7 +12,6 @@ import pytest
 from support.commands import eventually
 
 from hybrid.config import ClusterSection, RunConfig, TrainSection
-from hybrid.config.loading import load_config
 from hybrid.errors import ConfigError
 from hybrid.loggers.run_loggers import RunLoggers
 from workers.run_folder.run_files import RunFolder
@@ -120,12 +119,6 @@ def test_a_logger_that_cannot_be_used_is_refused_at_the_start(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=rf"^cluster\.loggers = '{name}': "):
         RunLoggers(config_of(name), print)
-
-
-@pytest.mark.parametrize("value", ["tensorbord", '["mlflow", "my_module"]', "mlflow(1)", "1"])
-def test_an_unknown_logger_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"^cluster\.loggers"):
-        load_config(None, [f"cluster.loggers={value}"])
 
 
 def run_twice(folder: Path, config: RunConfig) -> list[str]:
