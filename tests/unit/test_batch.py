@@ -129,16 +129,3 @@ def test_row_keys_depend_on_the_order_of_sequences() -> None:
     assert which_are_equal(0, 1) == [0, 1, 2, 3, 4]
     parts = [key for part in batch.split(3) for key in part.row_keys((0, 1)).tolist()]
     assert parts == batch.row_keys((0, 1)).tolist()
-
-
-def test_features_of_bags_are_laid_out_as_in_the_docstring() -> None:
-    bags = [[[4, 7], [], [2]], [[5], [1], [9]]]
-    sparse = features_of_bags(bags, [[[0.5, 2.0], [], [1.0]], [[1.0], [3.0], [4.0]]])
-    assert sparse.ids_L.tolist() == [4, 7, 2, 5, 1, 9]
-    assert sparse.offsets is not None
-    assert sparse.offsets.tolist() == [0, 2, 2, 3, 4, 5, 6]
-    assert (sparse.num_features, sparse.batch_size) == (2, 3)
-    assert sparse.weights_L is not None
-    assert sparse.weights_L.dtype == torch.float32
-    assert sparse.weights_L.tolist() == [0.5, 2.0, 1.0, 1.0, 3.0, 4.0]
-    assert features_of_bags([[], []]).batch_size == features_of_bags([]).batch_size == 0

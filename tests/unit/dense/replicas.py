@@ -1,7 +1,7 @@
 """Device lists, modules to replicate, and ways to call them."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,22 +104,3 @@ def _fail(*_: object) -> None:
 
 
 FAILING = Calls(_fail)
-
-
-class ConvNet(nn.Module):
-    """Four 2 x 2 convolutions, each with its own dtype and memory format."""
-
-    def __init__(self, formats: Sequence[torch.memory_format], dtypes: Sequence[torch.dtype]) -> None:
-        super().__init__()
-        self.dtypes = dtypes
-        widths = [(8, 16), (16, 32), (32, 16), (16, 8)]
-        self.layers = nn.ModuleList(
-            nn.Conv2d(*width, 2, dtype=dtype) for width, dtype in zip(widths, dtypes, strict=True)
-        )
-        for layer, memory_format in zip(self.layers, formats, strict=True):
-            layer.to(memory_format=memory_format)  # type: ignore[call-overload]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, dtype in zip(self.layers, self.dtypes, strict=True):
-            x = layer(x.to(dtype))
-        return x

@@ -155,25 +155,22 @@ class Raises(nn.Module):
         raise KeyError("mine")
 
 
-BY_MODE = "it computes differently in training and in evaluation; take script"
-
-
 @pytest.mark.parametrize(
     ("module", "how", "reason"),
     [
-        (nn.Linear(WIDTH, 1), "script", r"RuntimeError: mat1 and mat2 must have the same dtype, .*:\d+\)"),
-        (Raises(), "script", r"builtins.KeyError: mine \(test_compilation.py:\d+\)"),
+        (nn.Linear(WIDTH, 1), "script", r"RuntimeError: .*:\d+\)"),
+        (Raises(), "script", r"KeyError: mine \(test_compilation.py:\d+\)"),
         (Raises(), "aot_eager", "KeyError: 'mine'"),
-        (Branches(), "trace", "Converting a tensor to a Python boolean .*; take script"),
-        (CountsSamples(), "trace", "its trace has kept the example's number of samples; take script"),
-        (ByMode(), "trace", BY_MODE),
-        (layers(nn.Dropout()), "trace", BY_MODE),
+        (Branches(), "trace", "Python boolean .*; take script"),
+        (CountsSamples(), "trace", "number of samples; take script"),
+        (ByMode(), "trace", "evaluation; take script"),
+        (layers(nn.Dropout()), "trace", "evaluation; take script"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
 def test_invalid_module_raises_an_error_of_one_line(module: nn.Module, how: str, reason: str) -> None:
-    message = rf"dense\.compile = '{how}': {how} cannot compile {type(module).__name__}: {reason}"
-    with pytest.raises(ConfigError, match=rf"^{message}$") as caught:
+    message = rf"^dense\.compile = '{how}': .* {type(module).__name__}: .*{reason}$"
+    with pytest.raises(ConfigError, match=message) as caught:
         compiled(module, how, [rows()])
     assert caught.value.key == "dense.compile"
     assert "\n" not in str(caught.value)

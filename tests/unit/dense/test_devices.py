@@ -44,16 +44,16 @@ def test_local_rank_selects_the_gpu(num_gpus: int, name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "setting", "rule"),
+    ("num_gpus", "setting", "choices"),
     [
-        (0, "cuda", "must be cpu on this machine; .*"),
-        (0, "cuda:0", "must be cpu on this machine; .*"),
-        (2, "cuda:2", "must be cpu or cuda:0 or cuda:1 on this machine"),
+        (0, "cuda", "cpu"),
+        (0, "cuda:0", "cpu"),
+        (2, "cuda:2", "cpu or cuda:0 or cuda:1"),
     ],
     indirect=["num_gpus"],
 )
-def test_invalid_device_raises_an_error(num_gpus: int, setting: str, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^dense\.device = '{setting}': {rule}$"):
+def test_invalid_device_raises_an_error(num_gpus: int, setting: str, choices: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^dense\.device = '{setting}': .* {choices} on"):
         choose_devices(DenseSection(device=setting), 0)
 
 

@@ -161,7 +161,7 @@ def test_nets_of_pairs_need_equal_widths(net_name: str, dims: str) -> None:
 
 
 def test_dlrm_of_one_vector_raises_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^data.dense: must name a column"):
+    with pytest.raises(ConfigError, match=r"^data\.dense: "):
         build_dense_net(_config("dlrm"), _input_spec(0, 1), (DIM,))
     assert build_dense_net(_config("dlrm"), _input_spec(1, 1), (DIM,)) is not None
 
@@ -250,11 +250,11 @@ def test_custom_net_has_the_outputs_of_all_tasks() -> None:
     ("name", "reason"),
     [
         ("absent_nets_of_a_test:f", "ModuleNotFoundError"),
-        ("custom_nets_of_a_test:wrong", "DenseNet, not a Linear"),
+        ("custom_nets_of_a_test:wrong", "DenseNet.* Linear"),
         ("custom_nets_of_a_test:lazy", r"head\.0\.weight"),
         ("custom_nets_of_a_test:two_logits", r"the head .* \[2, 2\]"),
-        ("custom_nets_of_a_test:misfit", r"the head .* \[2, 14\]: .*2x8 and 9x1.*; in head.1 of the net"),
-        ("custom_nets_of_a_test:pair", "the bottom returns a tuple"),
+        ("custom_nets_of_a_test:misfit", r"head .* \[2, 14\]: .*2x8 .*head\.1"),
+        ("custom_nets_of_a_test:pair", "bottom .*tuple"),
         ("custom_nets_of_a_test:no_empty", r"the interaction .* \[0, 2\] and .*custom_nets_of_a_test.py:\d+"),
     ],
 )

@@ -5,7 +5,6 @@
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from unit.dense.replicas import (
     NEEDS_CUDA,
     PAIRS,
     Calls,
-    ConvNet,
     ScaleAndShift,
     Weighted,
     count_cycles,
@@ -85,25 +83,18 @@ class TestOutputs:
 
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize("call", CALLS)
-    def test_nested_outputs(self, devices: list[str], call: Callable[..., Any]) -> None:
+    def test_nested_inputs_and_outputs(self, devices: list[str], call: Callable[..., Any]) -> None:
         def nested(t: Tensor) -> list[Any]:
             return [t, (t.sin(), t.cos(), [t + 1]), t, OrderedDict(a=t, b=[t.sin()])]
 
-        x = random(2, 2).to(devices[0])
-        output, expected = call(Calls(nested), (x,), devices), nested(x)
+        x = random(20, 3).to(devices[0])
+        inputs = (x.cos(), (x, x.sin()), x.sin())
+        output, expected = call(Calls(lambda *inputs: nested(inputs[1][0])), inputs, devices), nested(x)
         assert [type(part) for part in output] == [type(part) for part in expected]
         assert type(output[1][2]) is list
         assert list(output[3]) == ["a", "b"]
         assert output[0].device == output[1][2][0].device == torch.device(devices[0])
         assert_close(output, expected)
-
-    @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.parametrize("call", CALLS)
-    def test_nested_inputs(self, devices: list[str], call: Callable[..., Any]) -> None:
-        x = random(20, 3).to(devices[0])
-        inputs = (x.cos(), (x.sin(), x), x.sin())
-        output = call(Calls(lambda *inputs: inputs[1][0]), inputs, devices)
-        assert_close(output, x.sin())
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_recurrent_net_takes_the_same_step(self, devices: list[str]) -> None:
@@ -416,40 +407,24 @@ class TestGradients:
         assert_close(module.weight.grad, 2 * (x * x.conj()).sum(0, keepdim=True) * module.weight.detach())
 
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.parametrize(
-        ("formats", "dtypes"),
-        list(
-            product(
-                ([CONTIGUOUS] * 4, [CHANNELS_LAST] * 2 + [CONTIGUOUS] * 2, [CHANNELS_LAST] * 4),
-                ([torch.float] * 4, [torch.float] * 2 + [torch.half] * 2, [torch.half] * 4),
-            )
-        ),
-    )
+    @pytest.mark.parametrize("formats", [[CONTIGUOUS] * 2, [CHANNELS_LAST, CONTIGUOUS], [CHANNELS_LAST] * 2])
+    @pytest.mark.parametrize("dtypes", [[torch.float] * 2, [torch.float, torch.half], [torch.half] * 2])
     def test_gradients_keep_the_memory_format(
-        self,
-        formats: list[torch.memory_format],
-        dtypes: list[torch.dtype],
-        devices: list[str],
-        monkeypatch: pytest.MonkeyPatch,
+        self, formats: list[torch.memory_format], dtypes: list[torch.dtype], devices: list[str]
     ) -> None:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # has too few digits for this
-        plain, inner = (seeded(lambda: ConvNet(formats, dtypes)).to(devices[0]) for _ in range(2))
-        net = DataParallel(inner, devices)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, net)]
-        x = random(8 * len(devices), 8, 8, 8).to(devices[0])
-        target = random(8 * len(devices), 8, 4, 4, seed=1).to(devices[0], dtypes[-1])
-        tolerance = 3e-3 if torch.half in dtypes else 1e-5
-        for _ in range(2):
-            for each, optimizer in zip((plain, net), optimizers, strict=True):
-                optimizer.zero_grad()
-                nn.functional.mse_loss(each(x), target).backward()
-            for ours, theirs, memory_format in zip(inner.layers, plain.layers, formats, strict=True):
-                of_weight, expected = gradients(ours)[0], gradients(theirs)[0]
-                assert of_weight.is_contiguous(memory_format=memory_format)
-                assert expected.is_contiguous(memory_format=memory_format)
-                assert_close(gradients(ours), gradients(theirs), rtol=tolerance, atol=tolerance)
-            for optimizer in optimizers:
-                optimizer.step()
+        def net() -> Calls:
+            layers = [nn.Conv2d(8, 8, 2, dtype=dtype) for dtype in dtypes]
+            for layer, memory_format in zip(layers, formats, strict=True):
+                layer.to(memory_format=memory_format)  # type: ignore[call-overload]
+            return Calls(lambda one, two, x: two(one(x.to(dtypes[0])).to(dtypes[1])), *layers).to(devices[0])
+
+        plain, inner = (seeded(net) for _ in range(2))
+        x = random(4 * len(devices), 8, 4, 4).to(devices[0])
+        for each in (plain, DataParallel(inner, devices)):
+            each(x).square().mean().backward()
+        for ours, theirs, memory_format in zip(inner.held, plain.held, formats, strict=True):
+            assert gradients(ours)[0].is_contiguous(memory_format=memory_format)
+            assert_close(gradients(ours), gradients(theirs), rtol=3e-3, atol=3e-3)
 
     def test_parameter_may_change_before_the_backward_pass(self) -> None:
         module = nn.Linear(2, 2)
@@ -620,19 +595,3 @@ class TestScriptModules:
         first, second = (tensors_of(replica) for replica in replicate(module, devices))
         assert {name: tensor.data_ptr() for name, tensor in first.items()} == own
         assert not {tensor.data_ptr() for tensor in second.values()} & set(own.values())
-
-    @pytest.mark.parametrize("devices", PAIRS)
-    def test_only_the_first_replica_sees_updates_in_place(self, devices: list[str]) -> None:
-        module = nn.Sequential(seeded(script_net)).to(devices[0]).eval()
-        first, second = replicate(module, devices)
-        x = random(2, 2).to(devices[0])
-        before = module(x)
-        before.sum().backward()
-        with torch.no_grad():
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                parameter.data -= parameter.grad
-            after = module(x)
-            assert not torch.allclose(before, after)
-            assert_close(first(x), after)
-            assert_close(second(x.to(devices[1])), before.detach(), check_device=False)

@@ -59,18 +59,18 @@ def test_layout_selects_each_column() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_sequence", "message"),
+    ("name", "is_sequence", "key"),
     [
-        ("item", True, "columns.item.pooling: must be none"),
-        ("seen", False, "columns.seen.pooling: must not be none"),
-        ("shop", True, "data.sparse = ('user', 'seen', 'item'): must name shop"),
+        ("item", True, "columns.item.pooling"),
+        ("seen", False, "columns.seen.pooling"),
+        ("shop", True, "data.sparse"),
     ],
 )
-def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, message: str) -> None:
+def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, key: str) -> None:
     layout = ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
     with pytest.raises(ConfigError) as caught:
         layout.sequence(name) if is_sequence else layout.vector(name)
-    assert str(caught.value).startswith(message)
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize("net_name", [name for name in NETS if name not in (*HISTORY_NETS, "two_towers")])
@@ -152,27 +152,3 @@ def test_net_of_another_history_raises_an_error(call: str, key: str) -> None:
 def test_candidate_of_another_width_raises_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^tables\.\*\.dim"):
         build_dense_net(config(f"din({HISTORY})"), SPEC, [DIM, MOST * DIM + 1, DIM + 1])
-
-
-class Mean(nn.Module):
-    """The mean of what was seen, beside the item."""
-
-    def __init__(self, layout: ColumnLayout) -> None:
-        super().__init__()
-        self.seen, self.item = layout.sequence("seen"), layout.vector("item")
-
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        seen_BND, is_item_BN = self.seen(pooled_BE)
-        mean_BD = seen_BND.sum(dim=1) / is_item_BN.sum(dim=1, keepdim=True).clamp(min=1)
-        return torch.cat([bottom_BH, mean_BD, self.item(pooled_BE)], dim=1)
-
-
-@pytest.mark.parametrize("mode", ["script", "trace"])
-def test_custom_net_over_a_sequence_can_be_compiled(mode: str) -> None:
-    net = Mean(ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM]))
-    pooled_BE = side_by_side(*samples()).requires_grad_()
-    bottom_BH = random(len(LENGTHS), 2, dtype=torch.float64).requires_grad_()
-    form = compiled(net, mode, [bottom_BH, pooled_BE])
-    for size in (len(LENGTHS), 1, 0):
-        inputs = bottom_BH[:size], pooled_BE[:size]
-        torch.testing.assert_close(form(*inputs), net(*inputs))

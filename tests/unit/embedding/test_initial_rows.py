@@ -132,11 +132,11 @@ def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
 @pytest.mark.parametrize(
     ("tensors", "name", "message"),
     [
-        ({"a": torch.zeros(3)}, "", r"has shape \[3\], but"),
-        ({"a": torch.zeros(0, 3)}, "", r"has shape \[0, 3\], but"),
+        ({"a": torch.zeros(3)}, "", r"\[3\]"),
+        ({"a": torch.zeros(0, 3)}, "", r"\[0, 3\]"),
         ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds int64"),
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "no tensor ''; add one of #a, #b"),
-        ({"a": torch.zeros(2, 3)}, "#c", "no tensor 'c'; add one of #a"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "''.* #a, #b$"),
+        ({"a": torch.zeros(2, 3)}, "#c", "'c'.* #a$"),
     ],
 )
 def test_tensors_that_are_no_matrix_are_refused(
@@ -163,7 +163,7 @@ def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
         file.truncate(100 << 20)
     names = ("none.npy", "none.safetensors", "text.npy", "text.safetensors", "archive.npy", "wide.npy")
     for name in (*names, "complex.npy", "negative.npy", "huge.npy", "header.safetensors"):
-        with pytest.raises(DataError, match="cannot be read as rows of a table"):
+        with pytest.raises(DataError, match=f"^{tmp_path}/{name}: "):
             read_shape(str(tmp_path / name))
 
 
@@ -227,17 +227,17 @@ def test_keys_may_be_numbers_or_null_and_the_last_vector_counts(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "vectors", "message"),
     [
-        (["b", "c"], [[1.0, 2], [1]], "the vector of row 2 has 1 numbers"),
-        (["b", "c"], [[1.0, 2], None], "the vector of row 2 has 0 numbers"),
-        (["b"], [[1.0, float("nan")]], "the vector of row 1 is not finite"),
-        (["b"], [[1.0, None]], "the vector of row 1 is not finite"),
-        (["b"], ["text"], "its second column"),
-        (["b"], [["1", "x"]], "its second column"),
+        (["b", "c"], [[1.0, 2], [1]], "row 2 .* 1 "),
+        (["b", "c"], [[1.0, 2], None], "row 2 .* 0 "),
+        (["b"], [[1.0, float("nan")]], "row 1 .*finite"),
+        (["b"], [[1.0, None]], "row 1 .*finite"),
+        (["b"], ["text"], "second column"),
+        (["b"], [["1", "x"]], "second column"),
     ],
 )
 def test_invalid_vectors_or_keys_are_refused(
     tmp_path: Path, keys: list[str], vectors: list[Any], message: str
 ) -> None:
     table = table_of(tmp_path, pa.array(keys), pa.array(vectors))
-    with pytest.raises(DataError, match=f"^{table.initial}: {message}"):
+    with pytest.raises(DataError, match=f"^{table.initial}: .*{message}"):
         rows_by_key(table)

@@ -163,7 +163,7 @@ def test_errors_of_completed_messages_are_raised(host: FakeHost, embeddings: Emb
     _, failed, fine = (message for *_, message in host.sent)
     failed.error = ClusterError("the worker has failed")
     failed.has_arrived = fine.has_arrived = True
-    with pytest.raises(ClusterError, match=r"^the worker has failed$"):
+    with pytest.raises(ClusterError, match="failed"):
         train(embeddings, 3)
     train(embeddings, 4)  # the error is raised once
 

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 
-import pytest
 import torch
 from support.shards import cluster, prefetch, specs
 from torch import Tensor
@@ -15,15 +14,6 @@ LARGE = (1 << 20, 4)  # 16 MiB
 
 def copy(buffers: ReusedBuffers, tensor: Tensor) -> Tensor:
     return buffers.empty(tensor.shape, tensor.dtype).copy_(tensor)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [LARGE, (0, 4)])
-def test_a_tensor_has_its_shape_and_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    expected = torch.full(shape, 1.5, dtype=dtype)
-    found = copy(ReusedBuffers(), expected)
-    assert found.dtype is dtype
-    assert torch.equal(found, expected)
 
 
 def test_a_buffer_is_reused_once_no_view_of_the_tensor_lives() -> None:
