@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hybrid.embedding.bags import Item
-from hybrid.primitives.deferred_response import PendingResult
+from hybrid.primitives.pending_result import PendingResult
 from hybrid.updates.ticket import Ticket
 
 

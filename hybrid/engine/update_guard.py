@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.errors import NonFiniteError
-from hybrid.primitives.deferred_response import PendingResult
+from hybrid.primitives.pending_result import PendingResult
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.update_rules import UpdateRules
 

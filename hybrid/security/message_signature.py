@@ -1,48 +1,45 @@
 """Signatures of RPC payloads, which prove that a role of this run sent a payload to this process, once.
 
-A payload consists of tensors and of a pickle that refers to the tensors by index. The pickle is encrypted and
+A payload consists of tensors and of a pickle that refers to the tensors in order. The pickle is encrypted and
 sent as::
 
-    header           sender (16 bytes), kind (1), number (8)
-    tags             16 bytes for each segment of the tensors except the first
+    header           sender (16 bytes), kind (1), number (12)
     sealed pickle    the encrypted pickle, and a tag of 16 bytes
 
-A segment is a tensor, or a chunk of a tensor that exceeds the library's limit. AES-256-GCM (NIST SP 800-38D)
-encrypts the pickle, and signs the first segment as additional data. So a message with one tensor takes one
-call of the library, whose overhead is large. Each further segment has its own tag (GMAC). Tensors are signed
-in place. Their dtypes and shapes are in the pickle. The bytes of tensors on a GPU are not signed.
+AES-256-GCM (NIST SP 800-38D) encrypts the pickle, and authenticates the number of tensors and their bytes as
+additional data, in place. Their dtypes and shapes are in the pickle. The bytes of tensors on a GPU are not
+signed.
 
 GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
-one kind and one receiver. A nonce consists of the number of the message and an index. The indices of tags
-start at 1. The index of the pickle is the number of segments, with the highest bit set. So the tag of a
-tensor is never valid as an encrypted pickle.
+one kind and one receiver, and the nonce is the number of the message among those of the key.
 """
 
 import ctypes
 import itertools
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import torch
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 from torch import Tensor
 
 from hybrid.security.rejected_messages import RejectedMessage
-from hybrid.security.secret import Secret
+from hybrid.security.secret import TAG_BYTES, Secret
 
-_ID_BYTES = _TAG_BYTES = 16
+_ID_BYTES = 16
 _START_BYTES = _ID_BYTES + 1
-_NUMBER_BYTES, _INDEX_BYTES = 8, 4
+_NUMBER_BYTES = 12
 _HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
+_COUNT_BYTES = 4
 LARGEST_SEGMENT = 1 << 30  # the library accepts less than 2 GiB at once
 _READ_ONLY, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-_PICKLE_INDEX = 1 << 31
-# Messages can arrive out of order, by as many as a sender sends to all receivers within the timeout of a
-# call. Pages of the ring that are never written take address space, not memory.
-_WINDOW_BYTES = 1 << 17
+# A message overtakes as many others as a sender sends to this process within the timeout of a call.
+_MAX_EARLY = 1 << 16
 
 UNSIGNED = "it is not signed for this process by a role of this run"
 
@@ -61,34 +58,29 @@ class PayloadKind(IntEnum):
 
 
 class ReplayWindow:
-    """Accepts each message number once, in any order; rejects numbers far below the highest one.
+    """Accepts each message number once, in any order.
 
-    A ring of ``num_bytes`` bytes has a bit for each recent number, as in RFC 6479.
+    Args:
+        max_early: how many numbers may overtake a missing one, which is then never accepted.
     """
 
-    def __init__(self, num_bytes: int = _WINDOW_BYTES) -> None:
-        self._bits = bytearray(num_bytes)
-        self._highest = 0
+    def __init__(self, max_early: int = _MAX_EARLY) -> None:
+        self._max_early = max_early
+        self._next = 0  # lower numbers are not accepted any more
+        self._early = set[int]()  # the accepted numbers from ``_next`` on
         self._lock = threading.Lock()
 
     def accept(self, number: int) -> bool:
-        """Record ``number``; return False if it is recorded already, or below the window."""
-        size = len(self._bits)
-        byte, bit = number >> 3, 1 << (number & 7)
+        """Record ``number``; return False if it is recorded already, or was overtaken by too many numbers."""
         with self._lock:
-            last = self._highest >> 3
-            if byte > last:
-                if byte - last >= size:
-                    self._bits = bytearray(size)
-                else:
-                    for entered in range(last + 1, byte + 1):
-                        self._bits[entered % size] = 0
-            elif last - byte >= size:
+            if number < self._next or number in self._early:
                 return False
-            if self._bits[byte % size] & bit:
-                return False
-            self._bits[byte % size] |= bit
-            self._highest = max(self._highest, number)
+            self._early.add(number)
+            if len(self._early) > self._max_early:
+                self._next = min(self._early)
+            while self._next in self._early:
+                self._early.remove(self._next)
+                self._next += 1
             return True
 
 
@@ -105,10 +97,9 @@ class Signatures:
         self._secret = secret
         self._run_id = run_id
         self._name = name.encode()
-        self._numbers = itertools.count()
-        self._sending: dict[tuple[PayloadKind, bytes], AESGCM] = {}
+        self._sending: dict[tuple[PayloadKind, bytes], tuple[AES256, Iterator[int]]] = {}
         # By sender and kind, as in a header. Only verified payloads add entries, so there are few.
-        self._receiving: dict[bytes, tuple[AESGCM, ReplayWindow]] = {}
+        self._receiving: dict[bytes, tuple[AES256, ReplayWindow]] = {}
 
     def sign(self, kind: PayloadKind, receiver: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
         """Return the payload of a pickle.
@@ -118,15 +109,17 @@ class Signatures:
             tensors: contiguous tensors that the pickle refers to.
         """
         start = self.sender + bytes([kind])
-        key = self._sending.get((kind, receiver))
-        if key is None:
-            key = self._sending[kind, receiver] = self._key(start, receiver)
-        number = next(self._numbers).to_bytes(_NUMBER_BYTES, "little")
-        segments, encrypt = _segments(tensors), key.encrypt
-        tags = [encrypt(_nonce(number, i), b"", segments[i]) for i in range(1, len(segments))]
-        nonce = _nonce(number, _PICKLE_INDEX | len(segments))
-        sealed = encrypt(nonce, pickled, segments[0] if segments else None)
-        return b"".join((start, number, *tags, sealed))
+        known = self._sending.get((kind, receiver))
+        if known is None:  # if another thread adds the key meanwhile, its numbers count
+            new = self._key(start, receiver), itertools.count()
+            known = self._sending.setdefault((kind, receiver), new)
+        key, numbers = known
+        number = next(numbers).to_bytes(_NUMBER_BYTES, "little")
+        context = Cipher(key, GCM(number)).encryptor()
+        for segment in _segments(tensors):
+            context.authenticate_additional_data(segment)
+        sealed = context.update(pickled) + context.finalize()
+        return b"".join((start, number, sealed, context.tag))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
         """Return kind, sender and pickle of a payload; RejectedMessage if it is forged or replayed."""
@@ -134,20 +127,16 @@ class Signatures:
         if not all(map(is_contiguous, tensors)):
             raise RejectedMessage(UNSIGNED)
         start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
-        at = _HEADER_BYTES
         try:
             kind = PayloadKind(start[_ID_BYTES])
             own = {PayloadKind.CALL: self._name, PayloadKind.GATHER: b""}
             known = self._receiving.get(start)
             if known is None:
                 known = self._key(start, own.get(kind, self.sender)), ReplayWindow()
-            aead = known[0]
-            segments = _segments(tensors)
-            for i in range(1, len(segments)):
-                aead.decrypt(_nonce(number, i), payload[at : at + _TAG_BYTES], segments[i])
-                at += _TAG_BYTES
-            nonce = _nonce(number, _PICKLE_INDEX | len(segments))
-            pickled = aead.decrypt(nonce, payload[at:], segments[0] if segments else None)
+            context = Cipher(known[0], GCM(number, payload[_HEADER_BYTES:][-TAG_BYTES:])).decryptor()
+            for segment in _segments(tensors):
+                context.authenticate_additional_data(segment)
+            pickled = context.update(payload[_HEADER_BYTES:-TAG_BYTES]) + context.finalize()
         # The library raises ValueError if bytes are missing.
         except (InvalidTag, ValueError, IndexError) as error:
             raise RejectedMessage(UNSIGNED) from error
@@ -156,18 +145,15 @@ class Signatures:
             raise RejectedMessage("it was received before")
         return kind, start[:_ID_BYTES], pickled
 
-    def _key(self, start: bytes, receiver: bytes) -> AESGCM:
+    def _key(self, start: bytes, receiver: bytes) -> AES256:
         """Return the key of a sender and kind, the start of a header, and a receiver."""
-        return AESGCM(self._secret.key("call", self._run_id + start + receiver))
+        return AES256(self._secret.key("call", self._run_id + start + receiver))
 
 
-def _nonce(number: bytes, index: int) -> bytes:
-    return number + index.to_bytes(_INDEX_BYTES, "little")
-
-
-def _segments(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
-    """Return views of the bytes of tensors; one segment for each tensor that is not huge."""
-    return [segment for tensor in tensors for segment in memory_of(tensor) or (b"",)]
+def _segments(tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
+    """Return what a payload authenticates besides the pickle: the number of tensors, and their bytes."""
+    views = (segment for tensor in tensors for segment in memory_of(tensor))
+    return [len(tensors).to_bytes(_COUNT_BYTES, "little"), *views]
 
 
 def is_contiguous(tensor: Tensor) -> bool:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
+from torch.futures import Future
 
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.security.message_signature import UNSIGNED, PayloadKind, Signatures, is_contiguous
 from hybrid.security.rejected_messages import (
     PlainUnpickler,
@@ -39,6 +39,8 @@ _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
 # The result of this function stays on the process that runs it, so no response is signed.
 _CREATE_MODULE = remote_module._create_module
 _DEFAULT_PICKLER = internal._internal_rpc_pickler
+# In a pickle, it stands for the next tensor of the payload, as an out-of-band buffer (PEP 574).
+_TENSOR = pickle.PickleBuffer(bytearray())
 
 _thread = threading.local()
 
@@ -94,17 +96,16 @@ class _CalledFunction:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         try:
-            with serve_caller(self):
-                result = self._function(*args, **keywords)
+            result = self._function(*args, **keywords)
         except Exception as error:  # reported to the caller
-            return self.wrap_exception(error)
-        return result if isinstance(result, DeferredResponse) else self.wrap_result(result)
+            return _raised_error(describe_exception(error), self._caller)
+        return result.then(self.respond) if isinstance(result, Future) else _Response(self._caller, result)
 
-    def wrap_result(self, value: Any) -> _Response:
-        return _Response(self._caller, value)
-
-    def wrap_exception(self, error: Exception) -> _RaisedError:
-        return _raised_error(describe_exception(error), self._caller)
+    def respond(self, completed: Future[Any]) -> _Response | _RaisedError:
+        try:
+            return _Response(self._caller, completed.value())
+        except Exception as error:  # reported to the caller
+            return _raised_error(describe_exception(error), self._caller)
 
 
 def _raised_error(message: str, receiver: bytes | None) -> _RaisedError:
@@ -158,10 +159,12 @@ class SignedPickler(internal._InternalRPCPickler):
         def reduce_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
             # Only contiguous tensors are signed. In an autograd context, the copy is part of the graph.
             tensors.append(tensor if is_contiguous(tensor) else tensor.contiguous())
-            return received_tensor, (len(tensors) - 1, tensor.dtype, tuple(tensor.shape))
+            return received_tensor, (_TENSOR, tensor.dtype, tuple(tensor.shape))
 
         file = io.BytesIO()
-        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler = pickle.Pickler(
+            file, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda buffer: buffer is not _TENSOR
+        )
         pickler.dispatch_table = copyreg.dispatch_table | {Tensor: reduce_tensor}
         pickler.dump(content)
         return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
@@ -181,12 +184,7 @@ class SignedPickler(internal._InternalRPCPickler):
             return _raised_error(describe_rejection(reason), sender)
 
     def _load(self, kind: PayloadKind, sender: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> Any:
-        outer = getattr(_thread, "tensors", None)
-        _thread.tensors = tensors
-        try:
-            content = pickle.loads(pickled)  # signed by a role of this run
-        finally:
-            _thread.tensors = outer
+        content = pickle.loads(pickled, buffers=tensors)  # signed by a role of this run
         if kind is PayloadKind.RESPONSE:
             return content
         if kind is PayloadKind.ERROR:
@@ -199,9 +197,8 @@ class SignedPickler(internal._InternalRPCPickler):
         return internal.PythonUDF(served, args, keywords)
 
 
-def received_tensor(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of the payload; called by the payload's pickle."""
-    tensor: Tensor = _thread.tensors[index]
+def received_tensor(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the next tensor of the payload; called by the payload's pickle."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise RejectedMessage(UNSIGNED)
     return tensor

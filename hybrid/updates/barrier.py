@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from torch.futures import Future
+
 from hybrid.errors import ClusterError, DataError
-from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.updates.ledger import Contribution, Ledger
@@ -43,7 +44,7 @@ class Update(Protocol):
 class _PendingLookup(NamedTuple):
     ticket: Ticket
     work: Callable[[], object]
-    future: DeferredResponse[Any]
+    future: Future[Any]
     is_large: bool
     span: OpenSpan | None = None
 
@@ -74,7 +75,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._waiting: list[_PendingLookup] = []
         self._norms: dict[int, float] = {}  # squared norm of the last merged step
         self._norm_step = -1  # the last step whose norm was requested
-        self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
+        self._norm_waiting: dict[int, list[Future[Any]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}  # factor of the gradients by step, None to drop them
         self._failure: Exception | None = None
         self._closed = False
@@ -86,7 +87,7 @@ class UpdateBarrier(Generic[Contribution]):
 
     def run_when_ready(
         self, ticket: Ticket, work: Callable[[], Result], *, is_large: bool = False
-    ) -> DeferredResponse[Result]:
+    ) -> Future[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
         A prefetch replaces a waiting lookup of the same trainer, step and index. The replaced lookup fails,
@@ -95,7 +96,7 @@ class UpdateBarrier(Generic[Contribution]):
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
         """
-        future: DeferredResponse[Result] = DeferredResponse()
+        future: Future[Any] = Future()
         pending = _PendingLookup(ticket, work, future, is_large)
         replaced: list[_PendingLookup] = []
         with self._changed:
@@ -144,9 +145,9 @@ class UpdateBarrier(Generic[Contribution]):
         if update is not None:
             self._run_update(*update)
 
-    def squared_norm(self, step: int) -> DeferredResponse[float]:
+    def squared_norm(self, step: int) -> Future[float]:
         """Return the squared norm of a step's merged gradients, once all of them have arrived."""
-        future: DeferredResponse[float] = DeferredResponse()
+        future: Future[Any] = Future()
         with self._changed:
             self._norm_step = max(self._norm_step, step)
             self._changed.notify_all()

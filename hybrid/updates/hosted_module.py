@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
 
 from torch import Tensor, nn
+from torch.futures import Future
 
 from hybrid.checkpoint.checkpoint_folders import Files
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.storage.remote_path import StoragePath
 from hybrid.updates.barrier import UpdateBarrier
@@ -29,13 +29,13 @@ class HostedModule(nn.Module):
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
-    ) -> DeferredResponse[Result]:
+    ) -> Future[Result]:
         """Call a method of the update barrier; stubs have the same method."""
-        response: DeferredResponse[Result] = DeferredResponse()
+        response: Future[Result] = Future()
         response.set_result(method(self.barrier, *args))
         return response
 
-    def squared_norm(self, step: int) -> DeferredResponse[float]:
+    def squared_norm(self, step: int) -> Future[float]:
         return self.barrier.squared_norm(step)
 
     def record(self, steps: range) -> None:

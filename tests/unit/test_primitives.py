@@ -1,9 +1,8 @@
-"""Memory, deferred responses, errors and roles."""
+"""Memory, errors and roles."""
 
 import errno
 import mmap
 import pickle
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from hybrid.errors import ConfigError
 from hybrid.primitives.available_memory import available_memory_bytes
-from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 from hybrid.topology import Role, RoleKind, Topology
 
@@ -83,45 +81,6 @@ def test_available_memory_is_that_of_host_and_control_groups(
         (folder / f"memory.{usage}").write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {cached}\n")
     assert available_memory_bytes(tmp_path) == available
-
-
-class NamedCaller:
-    """A caller whose name is in everything it receives."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def wrap_result(self, value: Any) -> str:
-        return f"{self._name}: {value}"
-
-    def wrap_exception(self, error: Exception) -> str:
-        return f"{self._name}: raised {error}"
-
-
-def test_response_is_for_the_caller_served_at_its_creation() -> None:
-    with serve_caller(NamedCaller("first")):
-        first: DeferredResponse[Any] = DeferredResponse()
-        thread = threading.Thread(target=lambda: first.set_result(1))
-    with serve_caller(NamedCaller("second")):
-        second: DeferredResponse[Any] = DeferredResponse()
-        thread.start()
-        thread.join(5.0)
-        second.set_exception(ValueError("two"))
-    assert first.done()
-    assert second.done()
-    assert (first.wait(), second.wait()) == ("first: 1", "second: raised two")
-
-
-def test_response_without_a_caller_is_a_future() -> None:
-    with pytest.raises(KeyError), serve_caller(NamedCaller("before")):
-        raise KeyError
-    response: DeferredResponse[int] = DeferredResponse()
-    response.set_result(4)
-    failed: DeferredResponse[int] = DeferredResponse()
-    failed.set_exception(ValueError("plain"))
-    assert response.wait() == 4
-    with pytest.raises(ValueError, match="plain"):
-        failed.wait()
 
 
 def test_configuration_error_can_be_pickled() -> None:

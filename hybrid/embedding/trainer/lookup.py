@@ -23,8 +23,8 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.trainer.routes import Items, Responses, Slot
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.device_copies import to_device
+from hybrid.primitives.pending_result import PendingResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 

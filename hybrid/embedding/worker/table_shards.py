@@ -17,7 +17,6 @@ from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.worker.growing_group import GrowingGroup
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.storage.remote_path import StoragePath
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.hosted_module import HostedModule
@@ -143,7 +142,7 @@ class TableShards(HostedModule, TableSource):
         self.contribute(ticket, items, grads, should_update_here=following is not None)
         if following is not None:
             return self.lookup(following.ticket, following.items)
-        response: DeferredResponse[list[Tensor]] = DeferredResponse()
+        response: Future[list[Tensor]] = Future()
         response.set_result([])
         return response
 

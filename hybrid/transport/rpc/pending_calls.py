@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from hybrid.errors import ClusterError, HybridError, error_class, error_kind, first_line
-from hybrid.primitives.deferred_response import PendingResult
+from hybrid.primitives.pending_result import PendingResult
 from hybrid.security.rejected_messages import describe_rejection, parse_exception, parse_rejection
 from hybrid.topology import Role
 from hybrid.user_code.user_modules import describe_error, log_traceback, needs_traceback

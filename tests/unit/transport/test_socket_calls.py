@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.primitives.deferred_response import PendingResult
+from hybrid.primitives.pending_result import PendingResult
 from hybrid.security.rejected_messages import parse_exception
 from hybrid.transport.rpc.pending_calls import LostError, PendingTensors
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
