@@ -5,8 +5,21 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 MODULES = [file for top in ("hybrid", "workers") for file in (ROOT / top).rglob("*.py")]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """The classes and calls of all modules, with the module's file."""
+    return [
+        (file, node)
+        for file in MODULES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.Call)
+    ]
 
 
 def test_module_names_are_unique() -> None:
@@ -14,13 +27,8 @@ def test_module_names_are_unique() -> None:
     assert not {name for name, count in names.items() if count > 1 and not name.startswith("__")}
 
 
-def test_class_names_are_unique() -> None:
-    names = Counter(
-        node.name
-        for file in MODULES
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    )
+def test_class_names_are_unique(nodes: list[tuple[Path, ast.AST]]) -> None:
+    names = Counter(node.name for _, node in nodes if isinstance(node, ast.ClassDef))
     assert not {name for name, count in names.items() if count > 1}
 
 
@@ -58,12 +66,11 @@ def opens_a_file(call: ast.Call) -> bool:
     return is_method or OPENING.fullmatch(name) is not None
 
 
-def test_files_are_opened_by_the_storage_package() -> None:
+def test_files_are_opened_by_the_storage_package(nodes: list[tuple[Path, ast.AST]]) -> None:
     """So no module follows a link, or waits for a FIFO, in a folder that another user has sent."""
     found = {
         str(file.relative_to(ROOT))
-        for file in MODULES
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for file, node in nodes
         if isinstance(node, ast.Call) and opens_a_file(node) and file.parent.name != "storage"
     }
     assert found == OPENERS

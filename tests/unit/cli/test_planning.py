@@ -139,7 +139,7 @@ WITH_COLUMNS = CSV.replace(columns={"a": ColumnSection(kind="hour")})
     ids=["separator", "vocabulary", "columns"],
 )
 def test_other_columns_need_files(config: RunConfig) -> None:
-    with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
+    with pytest.raises(DataError, match=r"^no\.tsv: "):
         expected_data(config)
 
 
@@ -200,11 +200,6 @@ def test_memory_of_workers_has_rows_state_and_the_copy_of_a_checkpoint() -> None
 def test_any_dense_net_has_a_plan() -> None:
     for dense in ({"remote_mlp": (8,)}, {"tensor_size": 2}, {"device": "cuda:1"}, {"device": "cpu,cpu"}):
         assert plan(dense=dense).trainer_bytes > 52e6
-
-
-def test_more_hosts_than_roles_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--hosts = 6"):
-        plan(6, cluster={"trainers": 2, "workers": 3})
 
 
 SAMPLES, HOTNESS = 400, 5

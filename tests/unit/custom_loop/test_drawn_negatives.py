@@ -103,7 +103,7 @@ def test_another_seed_draws_other_items(tmp_path: Path, expected: list[tuple[int
 
 @pytest.mark.parametrize("log_q", [LOG_Q, torch.zeros(NUM_ITEMS)], ids=["popularity", "uniform"])
 def test_items_are_drawn_by_their_probability(log_q: Tensor) -> None:
-    num_draws, negatives = 20_000, {"negative": hybrid.Negatives(NUM_ITEMS, log_q)}
+    num_draws, negatives = 6_000, {"negative": hybrid.Negatives(NUM_ITEMS, log_q)}
     cluster = hybrid.connect()
     cluster.distribute(Net())
     samples = {"sample": torch.arange(num_draws // NUM_ITEMS)}

@@ -104,10 +104,10 @@ def test_weights_of_bags_get_the_gradients_of_torch(layout: str, padding: int | 
         (lambda t: t(torch.tensor([[0, 9]])), DataError, "table table: id 9"),
         (lambda t: t(torch.tensor([[-1]])), DataError, "id -1"),
         (lambda t: t(torch.tensor([[0.5]])), TypeError, "integers"),
-        (lambda t: t(torch.tensor([1, 2])), ValueError, "flat ids need offsets"),
-        (lambda t: t(torch.tensor([1, 2]), torch.tensor([0, 3])), DataError, "offsets of a batch must rise"),
-        (lambda t: t(IDS, None, torch.rand(3, 3)), ValueError, "table table: .* need mode='sum'"),
-        (lambda t: t(*JAGGED), DataError, "table table: .* other offsets"),
+        (lambda t: t(torch.tensor([1, 2])), ValueError, "offsets"),
+        (lambda t: t(torch.tensor([1, 2]), torch.tensor([0, 3])), DataError, "offsets"),
+        (lambda t: t(IDS, None, torch.rand(3, 3)), ValueError, "table table: .*mode='sum'"),
+        (lambda t: t(*JAGGED), DataError, "table table: .*offsets"),
         (lambda _: hybrid.Embedding(9, 4, optimizer=cast(Any, torch.optim.Adam)), TypeError, "optimizer"),
     ],
 )
@@ -191,7 +191,7 @@ def test_frozen_pretrained_rows_do_not_change(freeze: bool, tmp_path: Path) -> N
 def test_a_table_has_no_weight(kind: Any) -> None:
     model = hybrid.connect().distribute(Of(kind(9, 4)))
     assert not hasattr(model.table, "weight")
-    with pytest.raises(AttributeError, match=r"table table has no weight: .* torch.arange") as caught:
+    with pytest.raises(AttributeError, match=r"table table .* torch\.arange") as caught:
         _ = model.table.weight
     assert "weights" not in "".join(traceback.format_exception(caught.value))
 

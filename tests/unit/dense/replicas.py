@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from hybrid.dense.data_parallel import DataParallel, data_parallel
 
 CPUS = ["cpu", "cpu"]
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 # With one GPU, a GPU and the CPU stand for two GPUs.
 PAIRS = [
     pytest.param(CPUS, id="cpu,cpu"),
-    pytest.param(["cuda:0", "cpu"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cuda,cpu"),
-    pytest.param(["cpu", "cuda:0"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cpu,cuda"),
+    pytest.param(["cuda:0", "cpu"], marks=pytest.mark.gpu, id="cuda,cpu"),
+    pytest.param(["cpu", "cuda:0"], marks=pytest.mark.gpu, id="cpu,cuda"),
 ]
 DEVICES = [
     pytest.param(["cpu"], id="cpu"),
     pytest.param(CPUS, id="cpu,cpu"),
     pytest.param(["cpu", "cpu", "cpu"], id="cpu,cpu,cpu"),
-    pytest.param(["cuda:0", "cpu"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cuda,cpu"),
-    pytest.param(["cpu", "cuda:0"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cpu,cuda"),
+    pytest.param(["cuda:0", "cpu"], marks=pytest.mark.gpu, id="cuda,cpu"),
+    pytest.param(["cpu", "cuda:0"], marks=pytest.mark.gpu, id="cpu,cuda"),
 ]
 
 

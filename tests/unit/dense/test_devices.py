@@ -20,27 +20,26 @@ def num_gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "setting", "trainer", "device"),
+    ("num_gpus", "setting", "trainer", "variable", "device"),
     [
-        (0, "auto", 0, "cpu"),
-        (0, "cpu", 0, "cpu"),
-        (2, "cpu", 0, "cpu"),
-        (2, "auto", 0, "cuda:0"),
-        (2, "auto", 3, "cuda:1"),
-        (2, "cuda", 1, "cuda:1"),
-        (2, "cuda:1", 0, "cuda:1"),
+        (0, "auto", 0, "", "cpu"),
+        (0, "cpu", 0, "", "cpu"),
+        (2, "cpu", 0, "", "cpu"),
+        (2, "auto", 0, "", "cuda:0"),
+        (2, "auto", 3, "", "cuda:1"),
+        (2, "cuda", 1, "", "cuda:1"),
+        (2, "cuda:1", 0, "", "cuda:1"),
+        (4, "auto", 9, "LOCAL_RANK", "cuda:2"),
+        (4, "auto", 9, "SLURM_LOCALID", "cuda:2"),
     ],
     indirect=["num_gpus"],
 )
-def test_device_of_each_setting(num_gpus: int, setting: str, trainer: int, device: str) -> None:
+def test_device_of_each_setting(
+    num_gpus: int, setting: str, trainer: int, variable: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "2")
     assert choose_devices(DenseSection(device=setting), trainer) == [torch.device(device)]
-
-
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
-@pytest.mark.parametrize("num_gpus", [4], indirect=True)
-def test_local_rank_selects_the_gpu(num_gpus: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "2")
-    assert choose_devices(DenseSection(), 9) == [torch.device("cuda:2")]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from unit.dense.replicas import (
     CALLS,
     CPUS,
     DEVICES,
-    NEEDS_CUDA,
     PAIRS,
     Calls,
     ScaleAndShift,
@@ -34,11 +33,8 @@ from hybrid.dense.parameter_substitution import shadow
 # The largest differences of sums in another order, by type.
 TOLERANCES = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2, torch.bfloat16: 1e-1}
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
-GPU = [pytest.mark.gpu, NEEDS_CUDA]
-TWO_GPUS = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+GPU = pytest.mark.gpu
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 class TestOutputs:
@@ -204,7 +200,6 @@ class TestDevices:
                 assert_close(output, module(x), check_device=False)
 
     @pytest.mark.gpu
-    @NEEDS_CUDA
     def test_devices_as_indices_of_gpus(self) -> None:
         module, x = linear("cuda:0"), random(20, 10)
         for output_device, wanted in ((None, "cuda:0"), (0, "cuda:0"), (-1, "cpu"), ("cuda", "cuda:0")):

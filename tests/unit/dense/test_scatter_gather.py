@@ -12,7 +12,7 @@ import torch
 from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
-from unit.dense.replicas import CPUS, DEVICES, FAILING, NEEDS_CUDA, PAIRS, Calls
+from unit.dense.replicas import CPUS, DEVICES, FAILING, PAIRS, Calls
 
 from hybrid.dense.data_parallel import Device, gather, parallel_apply, scatter
 
@@ -20,10 +20,10 @@ TARGETS = [
     "cpu",
     -1,
     torch.device("cpu"),
-    pytest.param(0, marks=[pytest.mark.gpu, NEEDS_CUDA]),
-    pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    pytest.param(0, marks=pytest.mark.gpu),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-SOURCES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NEEDS_CUDA])]
+SOURCES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 class Sample(NamedTuple):
@@ -157,7 +157,7 @@ class TestParallelApply:
         [
             (CPUS, torch.bfloat16),
             (CPUS, torch.half),
-            pytest.param(["cuda:0", "cpu"], torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_CUDA]),
+            pytest.param(["cuda:0", "cpu"], torch.bfloat16, marks=pytest.mark.gpu),
         ],
     )
     def test_threads_inherit_autocast(self, devices: list[str], cpu_dtype: torch.dtype) -> None:
@@ -180,7 +180,6 @@ class TestParallelApply:
             assert parallel_apply([Calls(settings)] * 2, [(), ()]) == [settings()] * 2
 
     @pytest.mark.gpu
-    @NEEDS_CUDA
     def test_threads_inherit_device_and_stream(self) -> None:
         stream = torch.cuda.Stream("cuda:0")
         modules = [Calls(lambda: (torch.cuda.current_device(), torch.cuda.current_stream()))] * 2
@@ -202,7 +201,7 @@ class TestParallelApply:
 
     def test_default_device_is_that_of_the_first_tensor(self) -> None:
         inputs = ("text", {"x": [torch.ones(1, device="meta"), torch.ones(1)]})
-        with pytest.raises(KeyError, match=r"^Caught KeyError in replica 0 on device meta\."):
+        with pytest.raises(KeyError, match=r"replica 0 .* meta\."):
             parallel_apply([FAILING], [inputs])
 
     def test_exception_is_raised_after_all_modules_end(self) -> None:

@@ -115,7 +115,6 @@ def test_negative_label_of_a_listwise_loss_raises_an_error() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", RANKING)
 def test_gpu_scores_give_the_same_bits(kind: str) -> None:
     scores, labels, groups, weights = samples(True, True)

@@ -177,10 +177,10 @@ def test_shape_of_pretrained_rows_is_checked(tmp_path: Path) -> None:
     _, item, _ = initial_tables(item=TableSection(initial=positions))
     assert (item.initial, item.is_initial_by_position) == (str(file), True)
     for section, message in (
-        (TableSection(initial=positions, dim=8), "must have 25 rows of 8"),
-        (TableSection(initial=positions, features=("item", "user")), "must have 100 rows of 16"),
+        (TableSection(initial=positions, dim=8), "25 .* 8"),
+        (TableSection(initial=positions, features=("item", "user")), "100 .* 16"),
     ):
-        with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = .*: {message}"):
+        with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = .*: .*{message}"):
             initial_tables(item=section)
     with pytest.raises(DataError, match=r"nowhere\.npy: "):
         initial_tables(item=TableSection(initial="positions(nowhere.npy)"))

@@ -319,7 +319,7 @@ def test_the_log_waits_for_the_space_of_a_failing_checkpoint(
     assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 1
     assert len(run.warnings) == 1
     partial.mkdir()
-    with pytest.raises(HybridError, match="No space left on device"):  # there is nothing to wait for
+    with pytest.raises(HybridError, match=os.strerror(errno.ENOSPC)):  # there is nothing to wait for
         run.folder.log_evaluation("test", 20, metrics_of(0.5, 0.5))
 
 
@@ -408,5 +408,5 @@ def test_other_errors_end_the_run(start: Start, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(HeldCheckpoint, "write", lose)
     run.reach(10)
-    with pytest.raises(ClusterError, match="worker 0 is gone"):
+    with pytest.raises(ClusterError, match="worker 0"):
         run.checkpoints.finish()

@@ -71,7 +71,7 @@ def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, t
 
 def test_counts_of_other_versions_are_refused() -> None:
     assert RunCounts.unpack({}, {}) == RunCounts()
-    with pytest.raises(CheckpointError, match="start a new run"):
+    with pytest.raises(CheckpointError):
         RunCounts.unpack({"samples": 1, "interval_skipped_steps": 3}, {})
 
 

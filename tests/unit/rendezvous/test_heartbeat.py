@@ -46,7 +46,7 @@ def test_configuration_larger_than_a_frame_is_received() -> None:
 @pytest.mark.parametrize("name", ["trainer 2", "worker 02", "master", "bystander 0", ""])
 def test_unknown_role_is_rejected(name: str) -> None:
     with open_rendezvous() as opened, closing(opened.channel()) as channel:
-        with pytest.raises(HybridError, match=rf"^there is no {name} in .* 2 trainer\(s\)"):
+        with pytest.raises(HybridError, match=rf"{name} .* 2 trainer"):
             register(channel, dataclasses.replace(registration(), role=name))
         assert opened.lost == []
 
@@ -182,7 +182,7 @@ def test_a_frozen_master_is_reported_and_learns_it_later() -> None:
     """A stopped master learns, when it continues, why the role has ended."""
     with open_rendezvous() as opened, closing(opened.channel(silence_seconds=TIMEOUT)) as channel:
         with opened.heartbeats(silence_seconds=TIMEOUT), opened.frozen():
-            with pytest.raises(ClusterError, match=r"^the master is frozen"):
+            with pytest.raises(ClusterError, match=r"master .*frozen"):
                 register(channel, registration(TRAINER))
             assert eventually(lambda: opened.failures, SECONDS)
         assert eventually(lambda: opened.lost, SECONDS)

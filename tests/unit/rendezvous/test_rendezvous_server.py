@@ -238,12 +238,12 @@ def test_an_altered_frame_ends_the_connection(opened: OpenRendezvous) -> None:
 @pytest.mark.parametrize(
     ("sent", "error", "message"),
     [
-        (b"SSH-2.0-OpenSSH" + bytes(99), ClusterError, "no master of this version"),
-        (GREETING + bytes(KEY_BYTES) + os.urandom(PROOF_BYTES), ConfigError, "has another secret"),
-        (b"", ClusterError, "^the master is frozen"),
-        (GREETING[:3], ClusterError, "^the master is frozen"),
-        (GREETING, ClusterError, "^the master is frozen"),
-        (GREETING + os.urandom(KEY_BYTES), ClusterError, "^the master is frozen"),
+        (b"SSH-2.0-OpenSSH" + bytes(99), ClusterError, "version"),
+        (GREETING + bytes(KEY_BYTES) + os.urandom(PROOF_BYTES), ConfigError, "secret"),
+        (b"", ClusterError, "frozen"),
+        (GREETING[:3], ClusterError, "frozen"),
+        (GREETING, ClusterError, "frozen"),
+        (GREETING + os.urandom(KEY_BYTES), ClusterError, "frozen"),
     ],
     ids=["another service", "no proof", "silence", "half a greeting", "no key", "no more"],
 )
@@ -260,7 +260,7 @@ def test_a_listener_that_is_no_master_is_rejected(sent: bytes, error: type[Excep
 
 def test_connect_waits_for_a_missing_master_and_names_the_reason() -> None:
     port, secret = free_port(), Secret.fresh()
-    with pytest.raises(ClusterError, match=rf"^no master at {ADDRESS}:{port} .*Connection refused"):
+    with pytest.raises(ClusterError, match=f"{ADDRESS}:{port} .*refused"):
         connect(MasterAddress(ADDRESS, port), secret, HeartbeatInterval(0.01), 0.2)
 
 

@@ -137,9 +137,9 @@ def test_a_frozen_master_is_named(through: str) -> None:
         client = store if through == "Python" else dist.PrefixStore("within", store)
         assert client.add("number", 1) == 1
         with opened.frozen():
-            with pytest.raises(ClusterError, match=r"^the master is frozen"):
+            with pytest.raises(ClusterError, match="frozen"):
                 client.add("number", 1)
-            with pytest.raises(ClusterError, match=r"^the master is frozen"):  # a new connection
+            with pytest.raises(ClusterError, match="frozen"):  # a new connection
                 client.check(["number"])
         assert client.check(["number"])
 

@@ -50,23 +50,13 @@ def test_a_file_that_others_may_access_is_rejected(mode: int, tmp_path: Path) ->
         Secret.find(str(tmp_path / "secret"))
 
 
-def test_a_missing_file_and_a_short_secret_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError):
-        Secret.find(str(tmp_path / "secret"))
-    monkeypatch.setenv(VARIABLE, "hunter2")
-    with pytest.raises(ConfigError, match=f"{VARIABLE}: .* 32") as raised:
-        Secret.find("")
-    assert "hunter2" not in str(raised.value)
-
-
 @pytest.mark.parametrize(
-    "value", ["password" * 4, "abcdefghijklmnopqrstuvwxyz012345", "11111111-1111-1111-1111-111111111111"]
+    "value",
+    ["hunter2", "password" * 4, "abcdefghijklmnopqrstuvwxyz012345", "11111111-1111-1111-1111-111111111111"],
 )
 def test_a_secret_that_can_be_guessed_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ConfigError, match=f"^{VARIABLE}: .*guessed") as raised:
+    with pytest.raises(ConfigError, match=f"^{VARIABLE}: ") as raised:
         Secret.find("")
     assert value not in str(raised.value)
 
@@ -81,7 +71,9 @@ def test_random_secrets_are_accepted() -> None:
         Secret("".join(draw.choices(string.digits, k=32)))
 
 
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_read_and_an_existing_one_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Secret.find(str(tmp_path / "secret"))
     (tmp_path / "secret").write_text("mine")
     with pytest.raises(ConfigError):
         Secret.fresh().write(tmp_path / "secret")

@@ -48,7 +48,7 @@ def test_successive_sums_do_not_overwrite_unread_slots() -> None:
 def test_a_lost_member_is_named_at_once() -> None:
     members = joined(2)
     del members[1]
-    with pytest.raises(ClusterError, match="trainer 1, on this host, ended"):
+    with pytest.raises(ClusterError, match=r"^trainer 1, .*ended"):
         members[0].sum_(torch.ones(1))
 
 

@@ -4,7 +4,7 @@ import gc
 import os
 import socket
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -148,24 +148,28 @@ def test_a_claimed_length_allocates_no_memory() -> None:
     tracemalloc.stop()
 
 
-def test_a_message_of_the_wrong_kind_or_length_is_rejected() -> None:
-    trainer, worker = frames()
-    with pytest.raises(RejectedMessage):
-        list(received(worker, bytes(trainer.seal(Message(FrameKind.FAILURE, 1, "no")))))
-    trainer, worker = frames()
-    with pytest.raises(RejectedMessage):
-        list(received(trainer, bytes(worker.seal(call("f")))))
-    trainer, worker = frames()
-    sealed = bytes(worker.seal(response(1, torch.ones(3))))
-    longer = sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
-    with pytest.raises(RejectedMessage):
-        list(received(trainer, longer))
-    trainer, worker = frames()
-    sealed = bytes(worker.seal(response(1, torch.ones(3))))
+def truncated(sealed: bytes) -> bytes:
     head = int.from_bytes(sealed[:4], "little")
-    truncated = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
+    return sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
+
+
+def extended(sealed: bytes) -> bytes:
+    return sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
+
+
+@pytest.mark.parametrize("change", [truncated, extended])
+def test_a_message_of_the_wrong_length_is_rejected(change: Callable[[bytes], bytes]) -> None:
+    trainer, worker = frames()
     with pytest.raises(RejectedMessage):
-        list(received(trainer, truncated))
+        list(received(trainer, change(bytes(worker.seal(response(1, torch.ones(3)))))))
+
+
+def test_a_message_of_the_wrong_kind_is_rejected() -> None:
+    for sender, receiver, message in zip(
+        frames(), reversed(frames()), (Message(FrameKind.FAILURE, 1, "no"), call("f")), strict=True
+    ):
+        with pytest.raises(RejectedMessage):
+            list(received(receiver, bytes(sender.seal(message))))
 
 
 @pytest.fixture

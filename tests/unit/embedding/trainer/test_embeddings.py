@@ -66,27 +66,24 @@ def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
 
 
 @pytest.mark.parametrize(
-    "offsets",
-    [[0, 5, 2, 3], [0, 1, 2, 10**6], [0, 3_000_000, 2, 3], [1, 2, 3, 3], [0, 1, 1, 2], [0, -1, 2, 3]],
+    ("offsets", "weights_L", "num_features", "message"),
+    [
+        ([0, 5, 2, 3], None, 1, "offsets"),
+        ([0, 1, 2, 10**6], None, 1, "offsets"),
+        ([0, 3_000_000, 2, 3], None, 1, "offsets"),
+        ([1, 2, 3, 3], None, 1, "offsets"),
+        ([0, 1, 1, 2], None, 1, "offsets"),
+        ([0, -1, 2, 3], None, 1, "offsets"),
+        ([0, 1, 3], torch.ones(2), 2, "2 weights"),
+        ([0, 1, 2, 3], None, 2, "3 bags"),
+        (None, None, 2, "3 bags"),
+    ],
     ids=str,
 )
-def test_invalid_offsets_are_refused(offsets: list[int]) -> None:
-    """Compiled kernels would read and write beyond the arrays."""
-    sparse = SparseFeatures(torch.tensor([1, 2, 3]), torch.tensor(offsets), None, 1)
-    with pytest.raises(DataError, match="offsets"):
-        BatchIds(sparse)
-
-
-@pytest.mark.parametrize(
-    ("offsets", "weights_L", "message"),
-    [
-        (torch.tensor([0, 1, 3]), torch.ones(2), "2 weights"),
-        (torch.arange(4), None, "3 bags"),
-        (None, None, "3 bags"),
-    ],
-)
-def test_wrong_numbers_of_bags_or_weights_are_refused(
-    offsets: Tensor | None, weights_L: Tensor | None, message: str
+def test_invalid_offsets_and_weights_are_refused(
+    offsets: list[int] | None, weights_L: Tensor | None, num_features: int, message: str
 ) -> None:
+    """Compiled kernels would read and write beyond the arrays."""
+    ends = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(DataError, match=message):
-        BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), offsets, weights_L, 2))
+        BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), ends, weights_L, num_features))

@@ -27,16 +27,15 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
         assert torch.equal(tensor.view(torch.int32), second[name].view(torch.int32)), name
 
 
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by"),
+    ("saved_by", "loaded_by", "optimizer"),
     [
-        (("table", 1), ("row", 3)),
-        (("row", 3), ("row", 2)),
-        (("row", 2), ("table", 1)),
-        (("table", 3), ("row", 2)),
-        (("row", 3), ("row", 3)),
-        (("row", 8), ("row", 5)),  # more workers than table b has rows
+        (("table", 1), ("row", 3), "adam"),
+        (("row", 2), ("table", 1), "adam"),
+        (("table", 3), ("row", 2), "rowwise_adagrad"),
+        (("row", 3), ("row", 3), "adam"),
+        (("row", 8), ("row", 5), "adam"),  # more workers than table b has rows
+        *((("row", 3), ("row", 2), name) for name in TABLE_OPTIMIZERS.names),
     ],
 )
 def test_other_number_of_workers_resumes_bit_for_bit(

@@ -1,0 +1,94 @@
+"""The steps of a trainer: the updates that lookups must see, random numbers, and uneven batches."""
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.shared_memory import together
+from torch import Tensor
+
+from hybrid.batch import Batch
+from hybrid.engine.step_engine import seed_step
+from hybrid.engine.step_feed import Feed
+from hybrid.engine.uneven_batches import align_batches
+from hybrid.primitives.step_timings import StepClock
+from hybrid.updates.ticket import Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
+
+CPU = [torch.device("cpu")]
+SIZES = ([3, 0, 1], [2, 0, 4, 5])
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> None:
+    versions = [5, 5, 6, 7] if mode is UpdateMode.ASYNC else [5, 6, 7, 8]
+    tickets: list[Ticket] = []
+
+    def lookup(ids: object, ticket: Ticket, after: object) -> object:
+        tickets.append(ticket)
+        return object()
+
+    tables: Any = SimpleNamespace(lookup=lookup)
+    batch: Any = SimpleNamespace(checksum=0, sparse_features=None, split=lambda count: [batch] * count)
+    feed = Feed[Any](tables, 0, UpdateRules(1, mode), StepClock())
+    feed.begin(iter([batch] * 4), 5)
+    for step in feed:
+        for micro in step.micro_batches:
+            feed.start(micro)
+        feed.end_step()
+    assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
+
+
+def drawn(seed: int, trainer: int, step: int) -> Tensor:
+    with torch.random.fork_rng():
+        seed_step(seed, trainer, step, CPU)
+        mask = torch.nn.functional.dropout(torch.ones(1000)) > 0
+    of_python = torch.tensor([random.random() < 0.5 for _ in range(1000)])
+    return torch.stack([mask, of_python, torch.from_numpy(np.random.random(1000) < 0.5)])
+
+
+def test_random_numbers_depend_only_on_seed_trainer_and_step() -> None:
+    assert torch.equal(drawn(1, 0, 7), drawn(1, 0, 7))
+    masks = [drawn(*key) for key in itertools.product((0, 1, 2**40), (0, 1), (0, 1, 2, 10**9))]
+    for first, second in itertools.combinations(masks, 2):
+        apart = (first != second).float().mean(dim=1)
+        # Independent masks of probability 0.5 agree in half of their places.
+        assert ((apart > 0.4) & (apart < 0.6)).all()
+
+
+class Generator:
+    """A random generator of a device."""
+
+    seed = 0
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed = seed
+
+
+def test_only_generators_of_the_devices_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_cuda = [Generator(), Generator(), Generator()]
+    monkeypatch.setattr(torch.cuda, "default_generators", of_cuda)
+    monkeypatch.delattr(torch, "manual_seed")
+    with torch.random.fork_rng(devices=[]):
+        seed_step(1, 0, 7, [*CPU, torch.device("cuda", 2), torch.device("cuda", 0)])
+        seed = torch.initial_seed()
+    assert [each.seed for each in of_cuda] == [seed, 0, seed]
+
+
+def test_missing_batches_become_empty_batches() -> None:
+    empty = Batch.empty(1, 1)
+
+    def align(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:
+        batches = [empty._replace(labels=torch.ones(size)) for size in SIZES[rank]]
+        steps = align_batches(batches, empty, group)
+        return [(len(each.labels), each.global_size) for each in steps]
+
+    assert together(2, align) == [
+        [(3, 5), (0, 0), (1, 5), (0, 5)],
+        [(2, 5), (0, 0), (4, 5), (5, 5)],
+    ]
