@@ -2,7 +2,7 @@
 
 import csv
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, Manifest, write_text
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, Files, Manifest, write_text
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, load_config
@@ -33,6 +33,7 @@ from hybrid.user_code.run_signature import signed_toml
 from workers.cli.model_commands import predict
 
 _WORKERS = 2
+Shapes = dict[str, tuple[int, int, int]]
 COLUMNS = ("clicked", "price", "age", "user", "item", "tags")
 
 
@@ -207,23 +208,9 @@ def _merged(
     return {**defaults, **sections, "data": {**defaults["data"], **sections.get("data", {})}}
 
 
-def write_trained(folder: Path, config: RunConfig) -> Path:
-    """Write a run folder with a checkpoint of an untrained model, away from its initial parameters."""
-    prepared = prepare(config, Path(config.data.cache_folder))
-    spec = FeatureEncoder.load(prepared).input_spec
-    tables = table_specs(config, spec)
-    placement = place(tables, _WORKERS)
-    blueprint = Blueprint(config, spec, tables)
-    partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
-    files: checkpoint_folders.Files = {}
-    texts, vocabularies = dataset_manifest.checkpoint_contents(config, prepared)
-    for name, text in texts.items():
-        files |= write_text(partial, name, text)
-    for name, source in vocabularies.items():
-        files |= checkpoint_folders.write_vocabulary(partial, name, source)
-    files |= write_tensors(partial, DENSE_FILE, pack_dense(_moved(blueprint.dense_net()), {}))
-    if (remote_net := blueprint.remote_net()) is not None:
-        files |= write_tensors(partial, REMOTE_FILE, pack_dense(_moved(remote_net), {}))
+def _write_tables(partial: Path, blueprint: Blueprint) -> tuple[Files, Shapes]:
+    """Write tables away from their initial rows; return their files and their shapes."""
+    placement, files = place(blueprint.tables, _WORKERS), Files()
     for worker in range(_WORKERS):
         shards = TableShards(placement, worker, UpdateRules(1), blueprint.dtype)
         shards.initialize(3)
@@ -234,7 +221,30 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
         shards.begin_save(is_copied=False)
         files |= shards.write(partial)
         shards.close()
-    checkpoint_folders.commit(partial, Manifest(1, 0, placement.shapes, files))
+    return files, placement.shapes
+
+
+def write_trained(
+    folder: Path,
+    config: RunConfig,
+    write_tables: Callable[[Path, Blueprint], tuple[Files, Shapes]] = _write_tables,
+) -> Path:
+    """Write a run folder with a checkpoint of an untrained model, away from its initial parameters."""
+    prepared = prepare(config, Path(config.data.cache_folder))
+    spec = FeatureEncoder.load(prepared).input_spec
+    blueprint = Blueprint(config, spec, table_specs(config, spec))
+    partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
+    files = Files()
+    texts, vocabularies = dataset_manifest.checkpoint_contents(config, prepared)
+    for name, text in texts.items():
+        files |= write_text(partial, name, text)
+    for name, source in vocabularies.items():
+        files |= checkpoint_folders.write_vocabulary(partial, name, source)
+    files |= write_tensors(partial, DENSE_FILE, pack_dense(_moved(blueprint.dense_net()), {}))
+    if (remote_net := blueprint.remote_net()) is not None:
+        files |= write_tensors(partial, REMOTE_FILE, pack_dense(_moved(remote_net), {}))
+    of_tables, shapes = write_tables(partial, blueprint)
+    checkpoint_folders.commit(partial, Manifest(1, 0, shapes, files | of_tables))
     (folder / CONFIG_FILE).write_text(signed_toml(config))
     return folder
 

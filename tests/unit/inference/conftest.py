@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from support.trained import clicks_config, shop_config, write_trained
 
+from workers.cli.model_commands import export_run
+
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -18,3 +20,20 @@ def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with four tasks and columns of every kind; read-only."""
     folder = tmp_path_factory.mktemp("shop")
     return write_trained(folder / "run", shop_config(folder))
+
+
+def _export(run: Path) -> Path:
+    export_run(run, served := run.with_name("served"), ["program", "onnx", "tables"], None)
+    return served
+
+
+@pytest.fixture(scope="session")
+def served(run: Path) -> Path:
+    """The run, exported in all formats; read-only."""
+    return _export(run)
+
+
+@pytest.fixture(scope="session")
+def shop_served(shop_run: Path) -> Path:
+    """The run with four tasks, exported in all formats; read-only."""
+    return _export(shop_run)

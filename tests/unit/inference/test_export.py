@@ -5,11 +5,13 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -52,41 +54,46 @@ def shard(served: Path, table: str, index: int = 0) -> Path:
     return served / shard_file(table, index, Manifest.read(served / "manifest.json").tables[table][2])
 
 
-@pytest.fixture(scope="module")
-def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run, exported as a program and as ONNX."""
-    folder = tmp_path_factory.mktemp("exported") / "served"
-    export_run(run, folder, ["program", "onnx"], None)
-    return folder
+Model = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the predictions of the program."""
+def program_of(served: Path) -> Model:
+    """Return the program, as a function of inputs by name."""
     names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
-    given: dict[str, torch.Tensor] = torch.export.load(served / "program.pt2").module()(
-        *[inputs[name] for name in names]
-    )
-    return given
+    program = torch.export.load(served / "program.pt2").module()
+    return lambda inputs: program(*[inputs[name] for name in names])
 
 
-def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the predictions of the ONNX model."""
+def onnx_of(served: Path) -> Model:
+    """Return the ONNX model, as a function of inputs by name."""
     session = onnxruntime.InferenceSession(served / "model.onnx")
     content = json.loads((served / "preprocessing.json").read_text())
     assert [each.name for each in session.get_inputs()] == [each["name"] for each in content["inputs"]]
     names = [each["name"] for each in content["outputs"]]
-    given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
-    return dict(zip(names, map(torch.from_numpy, given), strict=True))
+
+    def predict(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
+        return dict(zip(names, map(torch.from_numpy, given), strict=True))
+
+    return predict
+
+
+def check_served(run: Path, served: Path, new: Path) -> None:
+    """Compare program and ONNX with ``hybrid predict`` on a new file, and on few of its rows."""
+    model, columns = load(run), texts_of(new)
+    inputs, expected = model.encode(columns), predicted_columns(run, new)
+    assert min(values.std() for values in expected.values()) > 1e-3
+    for exported in (program_of(served), onnx_of(served)):
+        assert largest_difference(exported(inputs), expected) < 1e-6
+        for size in (0, 1, 2):
+            few = model.encode(pa.table({n: pa.array(v[:size], pa.string()) for n, v in columns.items()}))
+            torch.testing.assert_close(exported(few), dict(model(few)), rtol=0, atol=1e-6, check_dtype=False)
 
 
 def check_export(run: Path, served: Path, new: Path) -> None:
-    """Export a run in all formats; compare program and ONNX with ``hybrid predict`` on a new file."""
+    """Export a run in all formats, and check it."""
     export_run(run, served, ["program", "onnx", "tables"], None)
-    inputs = load(run).encode(texts_of(new))
-    expected = predicted_columns(run, new)
-    assert min(values.std() for values in expected.values()) > 1e-3
-    assert largest_difference(by_program(served, inputs), expected) < 1e-6
-    assert largest_difference(by_onnx(served, inputs), expected) < 1e-6
+    check_served(run, served, new)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +110,9 @@ def test_other_nets_compute_the_predictions(tmp_path: Path, net: str, pooling: s
     check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-def test_several_tasks_compute_the_predictions(shop_run: Path, tmp_path: Path) -> None:
-    served = tmp_path / "served"
-    check_export(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
-    content = json.loads((served / "preprocessing.json").read_text())
+def test_several_tasks_compute_the_predictions(shop_run: Path, shop_served: Path, tmp_path: Path) -> None:
+    check_served(shop_run, shop_served, write_shop(tmp_path / "new.csv", 70, seed=2))
+    content = json.loads((shop_served / "preprocessing.json").read_text())
     ids = {"type": "int64", "shape": ["ids of tags"]}
     assert content["inputs"][6:9] == [
         {"name": "tags", **ids},
@@ -165,22 +171,9 @@ def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
         export_run(run, tmp_path / "none", ["onnx"], None)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2])
-def test_any_number_of_samples_is_accepted(run: Path, served: Path, size: int) -> None:
-    model = load(run)
-    columns: dict[str, list[object]]
-    columns = {"price": [1.0, 2.0], "age": [3, 4], "user": ["u1", "u2"], "item": ["7", "i1"]}
-    columns["tags"] = [[], ["a", "b"]]
-    inputs = model.encode({name: values[:size] for name, values in columns.items()})
-    with torch.no_grad():
-        expected = model(inputs)["probability"]
-    assert expected.shape == (size,)
-    for found in (by_program(served, inputs), by_onnx(served, inputs)):
-        assert torch.allclose(found["probability"], expected, atol=1e-6)
-
-
 def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp_path: Path) -> None:
     model, new = load(run), write_clicks(tmp_path / "new.csv", 20, seed=2)
+    check_served(run, served, new)
     inputs = model.encode(texts_of(new))
     torch.save([inputs[name] for name in model.input_names], tmp_path / "inputs.pt")
     command = [sys.executable, "-c", ALONE, served / "program.pt2", tmp_path / "inputs.pt", tmp_path / "out"]
@@ -205,7 +198,7 @@ def test_an_export_in_shards_has_the_predictions_of_the_run(
         assert not [name for name, _ in exported.named_parameters() if name.startswith("tables")]
         assert all(exported.rows(name).equal(model.rows(name)) for name in model.table_names)
         assert exported(inputs)["probability"].equal(expected)
-    assert torch.allclose(by_program(again, inputs)["probability"], expected, atol=1e-6)
+    assert torch.allclose(program_of(again)(inputs)["probability"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("damage", ["bit", "size", "missing"])
@@ -258,9 +251,10 @@ def test_narrow_tables_are_in_every_format(
     inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2)))
     with torch.no_grad():
         exact = model(inputs)["probability"]
-    for found in (by_program(tmp_path / "served", inputs), by_onnx(tmp_path / "served", inputs)):
-        assert found["probability"].dtype == torch.float32
-        assert 1e-6 < (exact - found["probability"]).abs().max() < 0.05
+    for exported in (program_of(tmp_path / "served"), onnx_of(tmp_path / "served")):
+        found = exported(inputs)["probability"]
+        assert found.dtype == torch.float32
+        assert 1e-6 < (exact - found).abs().max() < 0.05
     assert {each.dtype for each in load_file(shard(tmp_path / "served", "user")).values()} == {torch.bfloat16}
     narrow = load(tmp_path / "served")
     assert all(narrow.rows(name).equal(full[name].bfloat16().float()) for name in full)
@@ -299,9 +293,6 @@ def test_a_custom_net_may_reshape_some_columns_and_bfloat16_rows_keep_their_type
     run, served = custom_run(tmp_path, "reshaping", body, 4, "bfloat16"), tmp_path / "served"
     new = write_clicks(tmp_path / "new.csv", 70, seed=2)
     check_export(run, served, new)
-    one_row = write_clicks(tmp_path / "one.csv", 1)
-    found = by_program(served, load(run).encode(texts_of(one_row)))
-    assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6
     assert {each.dtype for each in load_file(shard(served, "user")).values()} == {torch.bfloat16}
     model, exported = load(run), load(served)
     for name in model.table_names:
@@ -406,13 +397,14 @@ def test_module_of_a_custom_loop_computes_its_outputs(
     probabilities = torch.tensor([float(line.split(",")[1]) for line in lines[1:]])
     assert torch.allclose(probabilities, logits.sigmoid(), atol=1e-6)
     main(["export", *arguments, "--format=program", "--format=onnx", f"--output={tmp_path / 'served'}"])
+    assert f"wrote               {tmp_path / 'served/model.onnx'}\n" in capsys.readouterr().out
     main(["export", *arguments, "--dtype=bfloat16", f"--output={tmp_path / 'half'}"])
     model = CustomModule(TrainedRun.read(saved, print), net, in_memory=True)
     inputs, expected = model.encode(texts_of(new)), predicted_columns(saved, new, net)
     assert largest_difference(model(dict(reversed(inputs.items()))), expected) < 1e-6
-    assert largest_difference(by_program(tmp_path / "served", inputs), expected) < 1e-6
-    assert largest_difference(by_onnx(tmp_path / "served", inputs), expected) < 1e-6
-    assert 1e-6 < largest_difference(by_program(tmp_path / "half", inputs), expected) < 1e-2
+    for exported in (program_of(tmp_path / "served"), onnx_of(tmp_path / "served")):
+        assert largest_difference(exported(inputs), expected) < 1e-6
+    assert 1e-6 < largest_difference(program_of(tmp_path / "half")(inputs), expected) < 1e-2
 
 
 def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

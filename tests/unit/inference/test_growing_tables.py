@@ -3,7 +3,6 @@
 import runpy
 import sys
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,30 +11,33 @@ import pyarrow as pa
 import pytest
 import torch
 from support.commands import ROOT
-from support.trained import clicks_config, largest_difference, predicted_columns, texts_of, write_clicks
+from support.trained import (
+    Shapes,
+    clicks_config,
+    largest_difference,
+    predicted_columns,
+    texts_of,
+    write_clicks,
+    write_trained,
+)
 from torch import Tensor, nn
 
 import hybrid
 from hybrid import Jagged
-from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, shard_file, write_text
+from hybrid.checkpoint.checkpoint_folders import Files, Manifest, shard_file
 from hybrid.checkpoint.stored_keys import Arrays
-from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
+from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
-from hybrid.data.dataset import dataset_manifest
-from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare.preparation import prepare
 from hybrid.data.values.canonical import compute_keys
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpec
-from hybrid.engine.model_builder import Blueprint, table_specs
+from hybrid.engine.model_builder import Blueprint
 from hybrid.inference import table_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable, initial_rows
 from hybrid.inference.trained_module import ConfiguredModule, load
 from hybrid.inference.trained_run import TrainedRun
-from hybrid.user_code.run_signature import signed_toml
 from workers.cli.command_line import main
 from workers.cli.model_commands import export_run
 
@@ -69,23 +71,19 @@ def shard_tensors(rows: Mapping[int, Tensor], index: int, count: int) -> dict[st
 
 def write_grown(folder: Path, config: RunConfig) -> dict[str, dict[int, Tensor]]:
     """Write a run whose tables all grow; return their rows by key."""
-    prepared = prepare(config, Path(config.data.cache_folder))
-    blueprint = Blueprint(config, spec := FeatureEncoder.load(prepared).input_spec, table_specs(config, spec))
-    partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
-    files: checkpoint_folders.Files = {}
-    for name, text in dataset_manifest.checkpoint_contents(config, prepared)[0].items():
-        files |= write_text(partial, name, text)
-    for name, source in dataset_manifest.checkpoint_contents(config, prepared)[1].items():
-        files |= checkpoint_folders.write_vocabulary(partial, name, source)
-    files |= write_tensors(partial, DENSE_FILE, pack_dense(blueprint.dense_net().state_dict(), {}))
-    dtypes = {each.name: BFLOAT16 if each.has_bfloat16_rows else blueprint.dtype for each in blueprint.tables}
-    grown = {table.name: draw_rows(table.dim, dtypes[table.name]) for table in blueprint.tables}
-    for (name, rows), index in product(grown.items(), range(NUM_SHARDS)):
-        tensors = shard_tensors(rows, index, NUM_SHARDS)
-        files |= write_tensors(partial, shard_file(name, index, NUM_SHARDS), tensors)
-    shapes = {table.name: (0, table.dim, NUM_SHARDS) for table in blueprint.tables}
-    checkpoint_folders.commit(partial, Manifest(1, 0, shapes, files))
-    (folder / "config.toml").write_text(signed_toml(config))
+    grown: dict[str, dict[int, Tensor]] = {}
+
+    def write_tables(partial: Path, blueprint: Blueprint) -> tuple[Files, Shapes]:
+        files = Files()
+        for table in blueprint.tables:
+            dtype = BFLOAT16 if table.has_bfloat16_rows else blueprint.dtype
+            grown[table.name] = draw_rows(table.dim, dtype)
+            for index in range(NUM_SHARDS):
+                tensors = shard_tensors(grown[table.name], index, NUM_SHARDS)
+                files |= write_tensors(partial, shard_file(table.name, index, NUM_SHARDS), tensors)
+        return files, {table.name: (0, table.dim, NUM_SHARDS) for table in blueprint.tables}
+
+    write_trained(folder, config, write_tables)
     return grown
 
 
