@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybrid.embedding.kernels import Ints
 from hybrid.embedding.stored_matrix import SavedRows, matrix_blocks
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError
@@ -88,20 +89,25 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
     """
     find = _row_finder(table, index, count)
     is_filled_R = np.zeros(len(tensors["weight"]), np.bool_)
-    names = [*tensors] if table.has_initial_state else ["weight"]
     for block in initial_blocks(table):
         rows_B = find(block.keys)
         own = np.flatnonzero(rows_B >= 0)
         if not len(own):
             continue
-        rows_N, stored = rows_B[own], block.read(own)
-        if any(name not in stored or stored[name].shape[1:] != tensors[name].shape[1:] for name in names):
+        assign_stored(table, tensors, rows_B[own], block.read(own))  # of a repeated value, the last row
+        is_filled_R[rows_B[own]] = True
+    return int(is_filled_R[index == 0 :].sum())
+
+
+def assign_stored(
+    table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
+) -> None:
+    """Write stored rows to ``rows_N``, and their state if ``table.has_initial_state``; or CheckpointError."""
+    for name in tensors if table.has_initial_state else ["weight"]:
+        if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
             raise CheckpointError(f"{table.initial}: {rule}")
-        for name in names:
-            assign_rows(tensors[name], rows_N, stored[name])  # of a repeated value, the last row
-        is_filled_R[rows_N] = True
-    return int(is_filled_R[index == 0 :].sum())
+        assign_rows(tensors[name], rows_N, stored[name])
 
 
 def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hybrid.config.validation import check_workers
-from hybrid.embedding.table_spec import AddressKey, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import STATE_TENSORS, AddressKey, OptimizerSpec, Pooling, TableSpec
 from hybrid.primitives.key_buckets import buckets_of_shard
 
 BYTES_PER_ID = 4  # an estimate: groups of more than 2^31 rows need 8
@@ -143,24 +143,11 @@ class Placement:
         return locations
 
 
-def state_values_per_row(table: TableSpec) -> int:
-    """Return the number of values of optimizer state per row."""
-    return {
-        "frozen": 0,
-        "sgd": 0,
-        "momentum": table.dim,
-        "adagrad": table.dim,
-        "rowwise_adagrad": 1,
-        "adam": 2 * table.dim + 1,
-        "adamw": 2 * table.dim + 1,
-        "ftrl": 2 * table.dim,
-    }[table.optimizer.name]
-
-
 def bytes_per_row(table: TableSpec) -> int:
     """Return the bytes of a row, its optimizer state, and, in a growing table, its key."""
     bytes_of_key = _BYTES_PER_KEY if table.growth else 0
-    bytes_of_state = state_values_per_row(table) * table.bytes_per_value
+    of_values, of_row = STATE_TENSORS.get(table.optimizer.name, ((), ()))
+    bytes_of_state = (len(of_values) * table.dim + len(of_row)) * table.bytes_per_value
     return table.dim * table.row_bytes_per_value + bytes_of_state + bytes_of_key
 
 

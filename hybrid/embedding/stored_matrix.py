@@ -29,6 +29,8 @@ _BLOCK_BYTES = 16 << 20
 # Returns "weight" (n, D) and the optimizer state of the rows at n ascending indices.
 ReadRows: TypeAlias = Callable[[npt.NDArray[np.int64]], Mapping[str, npt.NDArray[Any]]]
 
+_Rows: TypeAlias = Callable[[slice], npt.NDArray[Any]]  # returns a range of the rows of a matrix
+
 
 class SavedRows(NamedTuple):
     """Some stored rows."""
@@ -40,14 +42,6 @@ class SavedRows(NamedTuple):
     read: ReadRows
 
 
-class Matrix(NamedTuple):
-    """A matrix in a file."""
-
-    shape: tuple[int, ...]
-    # Function that returns the rows from a first index to an end index.
-    rows: Callable[[int, int], npt.NDArray[Any]]
-
-
 def make_absolute(source: str | Path) -> str:
     """Return a source as an absolute path; a URL is unchanged."""
     return str(source) if is_url(str(source)) else os.path.abspath(source)
@@ -55,8 +49,8 @@ def make_absolute(source: str | Path) -> str:
 
 def read_shape(source: str) -> tuple[int, ...]:
     """Return the numbers of rows and columns of a matrix; see :func:`open_matrix`."""
-    with open_matrix(source) as matrix:
-        return matrix.shape
+    with open_matrix(source) as (shape, _):
+        return shape
 
 
 def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
@@ -65,15 +59,15 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
     Raises:
         DataError: see :func:`open_matrix`; or the matrix has another shape.
     """
-    with open_matrix(source) as matrix:
-        num_rows, dim = matrix.shape
-        if matrix.shape != shape:
+    with open_matrix(source) as (stored_shape, rows):
+        num_rows, dim = stored_shape
+        if stored_shape != shape:
             raise DataError(
                 f"{source}: has {num_rows} x {dim} values now, which is not the size of the table"
             )
         step = max(1, _BLOCK_BYTES // (8 * dim))
         for start in range(0, num_rows, step):
-            rows_RD = matrix.rows(start, min(start + step, num_rows))
+            rows_RD = rows(slice(start, min(start + step, num_rows)))
             yield SavedRows(np.arange(start, start + len(rows_RD)), rows_of(rows_RD))
 
 
@@ -83,8 +77,8 @@ def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
 
 
 @contextmanager
-def open_matrix(source: str) -> Iterator[Matrix]:
-    """Open the matrix of a source.
+def open_matrix(source: str) -> Iterator[tuple[tuple[int, ...], _Rows]]:
+    """Open the matrix of a source; yield its shape and its rows.
 
     Raises:
         DataError: the source is not a matrix of floating-point values.
@@ -97,7 +91,8 @@ def open_matrix(source: str) -> Iterator[Matrix]:
         with ExitStack() as stack:
             if path.endswith(".npy"):
                 array = map_array(parse_path(path), follows_links=True)
-                matrix = Matrix(array.shape, lambda i, j: array[i:j])
+                shape = array.shape
+                rows: _Rows = array.__getitem__
             else:
                 local_path = stack.enter_context(local_copy(parse_path(path), follows_links=True))
                 read_header(local_path)  # checks its length
@@ -108,12 +103,13 @@ def open_matrix(source: str) -> Iterator[Matrix]:
                 if name not in names:
                     raise LookupError(f"it has no tensor {name!r}; add one of {known}")
                 tensor = file.get_slice(name)
-                matrix = Matrix(tuple(tensor.get_shape()), lambda i, j: _to_array(tensor[i:j]))
-            if len(matrix.shape) != 2 or 0 in matrix.shape:
-                raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
-            if matrix.rows(0, 1).dtype.kind != "f":
-                raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, not floating-point values")
-            yield matrix
+                shape = tuple(tensor.get_shape())
+                rows = lambda part: _to_array(tensor[part])  # noqa: E731
+            if len(shape) != 2 or 0 in shape:
+                raise DataError(f"{source}: has shape {list(shape)}, but must have rows and columns")
+            if (dtype := rows(slice(0, 1)).dtype).kind != "f":
+                raise DataError(f"{source}: holds {dtype}, not floating-point values")
+            yield shape, rows
     except StorageError:
         raise
     except (OSError, SafetensorError, ValueError, LookupError, RuntimeError) as error:

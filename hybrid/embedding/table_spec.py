@@ -12,6 +12,16 @@ from hybrid.input_spec import InputSpec
 
 UNLIMITED_ROWS = 1_000_000  # an estimate for a growing table without a limit
 
+# The tensors of state of each optimizer with state: with a value per value of a row, and with one per row.
+STATE_TENSORS = {
+    "momentum": (("buffer",), ()),
+    "adagrad": (("sum",), ()),
+    "rowwise_adagrad": ((), ("sum",)),
+    "adam": (("mean", "square"), ("steps",)),
+    "adamw": (("mean", "square"), ("steps",)),
+    "ftrl": (("z", "n"), ()),
+}
+
 AddressKey: TypeAlias = tuple[int, str]
 
 

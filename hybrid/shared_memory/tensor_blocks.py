@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,44 +54,35 @@ def host_id() -> str:
     return f"{network_id()} {os.geteuid()}"
 
 
-class Block(NamedTuple):
-    """A range of the memory."""
-
-    number: int  # counted by the writer
-    start: int  # offset of the first byte
-
-
 class BlockWriter:
     """The memory into which this end copies tensors; one thread at a time writes, any thread frees."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._used: dict[int, tuple[int, int]] = {}  # start and end of each block
+        self._ends: dict[int, int] = {}  # by start of each block that is in use
         self._released: deque[int] = deque()
-        self._count = 0
 
-    def write(self, tensors: Sequence[Tensor]) -> Block | None:
-        """Copy tensors into a free block; None if no free range is large enough, or the tensors are small."""
+    def write(self, tensors: Sequence[Tensor]) -> int | None:
+        """Copy tensors into a free block, and return its start; None if they are small or none is free."""
         length = sum(align(tensor.nbytes) for tensor in tensors)
         if length < MIN_BLOCK_BYTES:
             return None
         while self._released:
-            self._used.pop(self._released.popleft(), None)
+            self._ends.pop(self._released.popleft(), None)
         start = 0
-        for first, end in sorted(self._used.values()):
+        for first, end in sorted(self._ends.items()):
             if first - start >= length:
                 break
             start = end
         if start + length > len(self._memory):
             return None
-        self._count += 1
-        self._used[self._count] = (start, start + length)
+        self._ends[start] = start + length
         write_tensors(tensors, self._memory, start)
-        return Block(self._count, start)
+        return start
 
-    def free(self, numbers: Iterable[int]) -> None:
+    def free(self, starts: Iterable[int]) -> None:
         """Free blocks that the other end has released."""
-        self._released.extend(numbers)
+        self._released.extend(starts)
 
 
 class BlockReader:
@@ -102,23 +93,23 @@ class BlockReader:
         self._in_use: dict[int, weakref.ref[memoryview]] = {}
         self._released: deque[int] = deque()
 
-    def read(self, block: Block, layout: Layout) -> list[Tensor]:
-        """Return the tensors of a block, which is released when the last of them is deleted.
+    def read(self, start: int, layout: Layout) -> list[Tensor]:
+        """Return the tensors of the block at ``start``, which is released when the last of them is deleted.
 
         Raises:
             ValueError: the block is not within the memory.
         """
         view = self._memory[:]  # only the tensors refer to this object
-        self._in_use[block.number] = weakref.ref(view, partial(self._release, block.number))
-        return read_tensors(view, block.start, layout)
+        self._in_use[start] = weakref.ref(view, partial(self._release, start))
+        return read_tensors(view, start, layout)
 
     def take_released(self) -> list[int]:
-        """Return the numbers of the blocks that were released since the last call."""
+        """Return the starts of the blocks that were released since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
-    def _release(self, number: int, _: object) -> None:
-        del self._in_use[number]
-        self._released.append(number)
+    def _release(self, start: int, _: object) -> None:
+        del self._in_use[start]
+        self._released.append(start)
 
 
 class MemoryPair:

@@ -248,8 +248,7 @@ class BagRoute:
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
     ) -> None:
         self.features = features
-        self._pooling = pooling
-        self._is_weighted = is_weighted
+        self._bags = pooling, is_weighted
         self._counts_F = np.array([len(shards) for shards in locations])
         self._groups = []  # for each group, a location in it, and the first row of each feature's shard
         for of_group in zip(*locations, strict=True):
@@ -260,7 +259,7 @@ class BagRoute:
 
     def start(self, ids: BatchIds, items: Items) -> Assembler:
         is_partial = len(self._groups) > 1
-        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
+        pooling, weights_L = ids.pooling_weights(*self._bags, is_partial)
         slots = []
         for at, bases_FS in self._groups:
             dtype = ids_dtype(at.group.num_rows)
@@ -293,13 +292,12 @@ class PoolRoute:
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
     ) -> None:
         self.features = features
-        self._pooling = pooling
-        self._is_weighted = is_weighted
+        self._bags = pooling, is_weighted
         self._space = AddressSpace(locations)
 
     def start(self, ids: BatchIds, items: Items) -> Assembler:
         space = self._space
-        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
+        pooling, weights_L = ids.pooling_weights(*self._bags)
         shards = space.bases_KS, space.counts_K
         addresses = ids.addresses(self.features, *shards, weights_L, space.dtype, torch.int32)
         addresses_L, offsets, weights_L = addresses

@@ -29,13 +29,12 @@ from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import pack_keys, read_keys
 from hybrid.embedding.bags import Bags, RowGradients
-from hybrid.embedding.initial_rows import initial_blocks, keys_of, random_rows, saved_table
+from hybrid.embedding.initial_rows import assign_stored, initial_blocks, keys_of, random_rows, saved_table
 from hybrid.embedding.kernels import KEYS_END, Ints
 from hybrid.embedding.placement import ShardGroup, bytes_per_row
 from hybrid.embedding.stored_matrix import SavedRows
 from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
-from hybrid.errors import CheckpointError
 from hybrid.primitives.bfloat16_arrays import as_array, assign_rows
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of
@@ -83,13 +82,7 @@ class GrowingGroup(TableGroup):
         is_new_U = self._keys.find(keys_U) < 0
         records_R2 = np.stack([keys_U, np.full(len(own), self._growth.admit_after << 32)], axis=1)
         self._keys.load(records_R2[is_new_U], np.empty((0, 2), np.int64))
-        rows_U = self._keys.find(keys_U)
-        for name in self._tensors if self._table.has_initial_state else ["weight"]:
-            tensor = self._tensors[name]
-            if name not in stored or stored[name].shape[1:] != tensor.shape[1:]:
-                rule = f"table {self._table.initial_table} has another shape or optimizer"
-                raise CheckpointError(f"{self._table.initial}: {rule} than table {self._table.name}")
-            assign_rows(tensor, rows_U, stored[name])
+        assign_stored(self._table, self._tensors, self._keys.find(keys_U), stored)
         return int(is_new_U.sum())
 
     def _read_keys(

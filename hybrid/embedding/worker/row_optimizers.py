@@ -48,7 +48,7 @@ from torch.nn.functional import softshrink
 
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import RowGradients
-from hybrid.embedding.table_spec import OptimizerSpec
+from hybrid.embedding.table_spec import STATE_TENSORS, OptimizerSpec
 from hybrid.primitives.bfloat16_arrays import as_array
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
@@ -80,9 +80,6 @@ class RowOptimizer:
         state: tensors by name, of the type of the arithmetic; their first dimension is the row.
     """
 
-    values_state: ClassVar[tuple[str, ...]] = ()
-    row_state: ClassVar[tuple[str, ...]] = ()
-
     def __init__(
         self,
         spec: OptimizerSpec,
@@ -94,8 +91,9 @@ class RowOptimizer:
         self.weight_RD = weight_RD
         self.rounding = rounding
         dtype = weight_RD.dtype if rounding is None else rounding.dtype
-        self.state = {name: zeros(weight_RD.shape, dtype) for name in self.values_state}
-        self.state |= {name: zeros(weight_RD.shape[:1], dtype) for name in self.row_state}
+        of_values, of_row = STATE_TENSORS.get(spec.name, ((), ()))
+        self.state = {name: zeros(weight_RD.shape, dtype) for name in of_values}
+        self.state |= {name: zeros(weight_RD.shape[:1], dtype) for name in of_row}
 
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         """Apply one step to ``gradients.rows_U[first:last]``, with the gradients times ``scale``.
@@ -168,8 +166,6 @@ class SGD(RowOptimizer):
 
 
 class Momentum(RowOptimizer):
-    values_state = ("buffer",)
-
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         grad_UD = self._with_decay(grad_UD, weight_UD)
         buffer_UD = state["buffer"].mul_(self.spec.momentum).add_(grad_UD)
@@ -178,8 +174,6 @@ class Momentum(RowOptimizer):
 
 class Adagrad(RowOptimizer):
     """Adagrad with a sum of squares per value."""
-
-    values_state = ("sum",)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         grad_UD = self._with_decay(grad_UD, weight_UD)
@@ -190,8 +184,6 @@ class Adagrad(RowOptimizer):
 class RowwiseAdagrad(RowOptimizer):
     """Adagrad with a sum of mean squares per row."""
 
-    row_state = ("sum",)
-
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         grad_UD = self._with_decay(grad_UD, weight_UD)
         sum_U = state["sum"].add_(grad_UD.square().mean(1))
@@ -200,9 +192,6 @@ class RowwiseAdagrad(RowOptimizer):
 
 class Adam(RowOptimizer):
     """Adam with a step count per row; the name ``adamw`` selects decoupled weight decay."""
-
-    values_state = ("mean", "square")
-    row_state = ("steps",)
 
     def __init__(self, spec: OptimizerSpec, *matrix: Any, **more: Any) -> None:
         super().__init__(spec, *matrix, **more)
@@ -257,7 +246,6 @@ class FTRL(RowOptimizer):
     the result equals the paper's. If the gradient or the learning rate is zero, w does not change.
     """
 
-    values_state = ("z", "n")
     # Below this, 1 / r could overflow float32, and w would not move visibly.
     smallest_rate: ClassVar[float] = 1e-20
 

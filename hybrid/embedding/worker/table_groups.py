@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import mmap
 import weakref
@@ -273,11 +272,8 @@ class TableGroup:
 
     def describe(self, row: int) -> str:
         """Return text that names the table of a row of the group, and the row within the table."""
-        number = bisect.bisect_right(self.group.starts, row) - 1
-        shard = self.group.shards[number]
-        return (
-            f"table {shard.table.name}, row {(row - self.group.starts[number]) * shard.count + shard.index},"
-        )
+        (shard,), (row_of_table,) = self._locate(np.array([row]))
+        return f"table {self.group.shards[shard].table.name}, row {row_of_table},"
 
 
 @dataclass(frozen=True, slots=True)

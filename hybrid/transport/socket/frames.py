@@ -27,7 +27,7 @@ from hybrid.errors import ClusterError
 from hybrid.security.message_signature import is_contiguous, memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.secret import TAG_BYTES, DirectionCipher
-from hybrid.shared_memory.tensor_blocks import DTYPES, Block, MemoryPair, layout_of
+from hybrid.shared_memory.tensor_blocks import DTYPES, MemoryPair, layout_of
 
 _LENGTHS = struct.Struct("<IQ")
 _INITIAL_BUFFER_BYTES = 1 << 16
@@ -84,7 +84,7 @@ class Frames:
             raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
         block = None if memory is None else memory.writer.write(tensors)
         released = [] if memory is None else memory.reader.take_released()
-        content = (message.kind.value, *message[1:3], layout_of(tensors), block and tuple(block), released)
+        content = (message.kind.value, *message[1:3], layout_of(tensors), block, released)
         head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         segments: list[bytes | memoryview] = [head]
         if block is None:
@@ -160,7 +160,7 @@ class Frames:
         elif memory is None:
             raise RejectedMessage("it names memory that does not exist")
         else:
-            tensors = memory.reader.read(Block(*block), layout)
+            tensors = memory.reader.read(block, layout)
         if at != len(sealed) or kind not in self._expected:
             raise RejectedMessage("its kind or its length is unexpected")
         return Message(FrameKind(kind), number, value, tensors)

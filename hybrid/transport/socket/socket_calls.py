@@ -33,18 +33,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Reply:
-    """The future response to a call that is not sent by RPC.
+    """The future response to a call that is not sent by RPC."""
 
-    Args:
-        receive: function that returns once this reply is complete; called by a waiting thread.
-        poll: function that receives the bytes that have arrived, without waiting.
-    """
+    __slots__ = ("_callbacks", "_client", "_error", "_tensors", "is_done")
 
-    __slots__ = ("_callbacks", "_error", "_poll", "_receive", "_tensors", "is_done")
-
-    def __init__(self, receive: Callable[["Reply"], None], poll: Callable[[], None] | None = None) -> None:
-        self._receive = receive
-        self._poll = poll
+    def __init__(self, client: "SocketClient") -> None:
+        self._client = client
         self._callbacks: list[Callable[[Any], None]] = []
         self._tensors: Sequence[Tensor] = ()
         self._error: str | None = None
@@ -52,14 +46,14 @@ class Reply:
 
     def done(self) -> bool:
         """Whether the response has arrived."""
-        if not self.is_done and self._poll is not None:
-            self._poll()
+        if not self.is_done:
+            self._client.poll()
         return self.is_done
 
     def wait(self) -> Sequence[Tensor]:
         """Return the tensors; RuntimeError if the call has failed, see :func:`raise_call_error`."""
         if not self.is_done:
-            self._receive(self)
+            self._client.read_until(self)
         if self._error is not None:
             raise RuntimeError(self._error)
         return self._tensors
@@ -108,7 +102,7 @@ class SocketClient:
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
         """Send a call of ``function(plain, tensors)``, one of the functions that the worker serves."""
-        reply = Reply(self._read_until, self._poll)
+        reply = Reply(self)
         with self._sending:
             deadline = time.monotonic() + self._timeout_seconds
             self._number += 1
@@ -126,7 +120,7 @@ class SocketClient:
                 self._fail(first_line(error))
         return reply
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         """Read the bytes that have arrived, unless another thread reads; do not wait."""
         if self._receiving.acquire(blocking=False):
             try:
@@ -134,7 +128,7 @@ class SocketClient:
             finally:
                 self._receiving.release()
 
-    def _read_until(self, reply: Reply) -> None:
+    def read_until(self, reply: Reply) -> None:
         """Read until ``reply`` is complete; fail the reply after the timeout, counted from this call."""
         deadline = time.monotonic() + self._timeout_seconds
         while not reply.is_done:
@@ -251,11 +245,10 @@ class SocketServer:
 
     def _respond(self, number: int, future: Future[Sequence[Tensor]]) -> None:
         try:
-            tensors = future.value()
+            message = Message(FrameKind.RESPONSE, number, None, future.value())
         except Exception as error:  # reported to the caller
-            self._send_message(Message(FrameKind.FAILURE, number, describe_exception(error)))
-        else:
-            self._send_message(Message(FrameKind.RESPONSE, number, None, tensors))
+            message = Message(FrameKind.FAILURE, number, describe_exception(error))
+        self._send_message(message)
 
     def _send_message(self, message: Message) -> None:
         with self._sending:

@@ -16,7 +16,6 @@ from hybrid.security import message_signature
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.shared_memory.tensor_blocks import (
     MIN_BLOCK_BYTES,
-    Block,
     BlockReader,
     BlockWriter,
     MemoryPair,
@@ -177,7 +176,7 @@ def writer() -> BlockWriter:
     return shared()[0].writer
 
 
-def write_block(writer: BlockWriter, *tensors: Tensor) -> Block:
+def write_block(writer: BlockWriter, *tensors: Tensor) -> int:
     block = writer.write(tensors)
     assert block is not None
     return block
@@ -207,17 +206,16 @@ def test_a_block_in_use_is_not_reused() -> None:
     sent = [torch.zeros(MIN_BLOCK_BYTES), torch.zeros(3)]
     blocks = [write_block(writer, *sent) for _ in range(3)]
     read = [reader.read(block, layout_of(sent)) for block in blocks]
-    starts = [block.start for block in blocks]
-    assert starts == sorted(set(starts))
+    assert blocks == sorted(set(blocks))
     assert reader.take_released() == []
     kept = read[1][1][1:].numpy()  # a slice of a tensor keeps its block
     read.clear()
     gc.collect()
-    assert sorted(reader.take_released()) == [blocks[0].number, blocks[2].number]
+    assert sorted(reader.take_released()) == [blocks[0], blocks[2]]
     assert reader.take_released() == [], "each once"
-    writer.free([blocks[0].number, blocks[2].number])
-    assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)).start == starts[0]
-    assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)).start > starts[1]
+    writer.free([blocks[0], blocks[2]])
+    assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)) == blocks[0]
+    assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)) > blocks[1]
     assert kept.tolist() == [0, 0]
 
 
@@ -226,15 +224,15 @@ def test_tensors_that_do_not_fit_are_not_written() -> None:
     first = write_block(writer, torch.zeros(MIN_BLOCK_BYTES))
     large = torch.zeros(MIN_BLOCK_BYTES + 64)
     assert writer.write([large]) is None
-    writer.free([first.number])
-    assert write_block(writer, large).start == 0
+    writer.free([first])
+    assert write_block(writer, large) == 0
 
 
 def test_a_block_beyond_the_memory_is_rejected() -> None:
     reader: BlockReader = shared()[1].reader
     for start in (-64, MemoryPair.NUM_BYTES // 2 - MIN_BLOCK_BYTES):
         with pytest.raises(ValueError, match="buffer length"):
-            reader.read(Block(1, start), layout_of([torch.zeros(MIN_BLOCK_BYTES)]))
+            reader.read(start, layout_of([torch.zeros(MIN_BLOCK_BYTES)]))
 
 
 def test_memory_without_seals_is_rejected() -> None:
