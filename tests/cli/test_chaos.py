@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from chaos_run.run_comparison import differences
 from chaos_run.victims import PHASES
 from support.checkpoints import forge
-from support.commands import LEFT_SECONDS, ROOT, TrainedRun, eventually, settings
+from support.commands import ROOT, TrainedRun, settings
 from support.namespaces import needs_hosts
 
 SECONDS = 100
@@ -23,17 +22,6 @@ def chaos(*arguments: str) -> tuple[list[str], dict[str, str]]:
     paths = os.pathsep.join(map(str, (ROOT / "tests", ROOT / "scripts", ROOT)))
     command = [sys.executable, "-m", "chaos_run", "--folder", "chaos", *arguments]
     return command, {**os.environ, "PYTHONPATH": paths}
-
-
-def test_a_run_that_is_interrupted_at_its_start_ends(tmp_path: Path) -> None:
-    command, environment = chaos("--script")
-    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
-        children = psutil.Process(process.pid).children
-        assert eventually(lambda: len(children(recursive=True)) > 1, SECONDS)
-        started = children(recursive=True)
-        process.terminate()
-        assert process.wait(SECONDS) == 130
-    assert eventually(lambda: not any(each.is_running() for each in started), LEFT_SECONDS)
 
 
 @pytest.mark.long

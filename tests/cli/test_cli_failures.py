@@ -1,8 +1,14 @@
-"""Clusters that cannot start or lose a role: the reported role, the delay, and what is left behind."""
+"""Clusters that cannot start or lose a role: the reported role, the delay, and what is left behind.
+
+Two of the runs serve metrics, from ``hybrid launch`` and from a master that was started by hand.
+The last tests are about the network of roles.
+"""
 
 import os
 import re
 import signal
+import subprocess
+import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,21 +18,27 @@ import pytest
 from support.commands import (
     COMMAND_SECONDS,
     DOING,
+    HYBRID,
     ONE_EACH,
+    ROOT,
     TRAINER,
     WORKER,
     Ended,
     by_hand,
     eventually,
+    free_port,
     output_of,
     run,
     settings,
     started,
 )
+from support.namespaces import needs_namespaces
 
 from workers.cli import main
 
 STOP_SECONDS = 5.0
+# Docker's default profile and some distributions forbid namespaces.
+FORBID = 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"'
 
 
 def listening(connections: Iterable[Any]) -> set[int]:
@@ -34,15 +46,32 @@ def listening(connections: Iterable[Any]) -> set[int]:
     return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 
+def network_of(process: psutil.Process | None = None) -> int:
+    return os.stat(f"/proc/{process.pid if process else 'self'}/ns/net").st_ino
+
+
 def last_line(ended: Ended) -> str:
     """Return the last message of a role; torch may have logged broken connections before."""
     return ended.stderr.rpartition("\n")[0].rpartition("\n")[2]
 
 
+def served(port: int) -> str:
+    """Return the metrics that a port serves once a step is logged."""
+
+    def text() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as response:
+            return str(response.read().decode())
+
+    assert eventually(lambda: 'hybrid_metric{kind="train",name="step"}' in text(), COMMAND_SECONDS)
+    return text()
+
+
 def test_launch_restarts_after_its_fork_server_was_killed(endless: list[str], tmp_path: Path) -> None:
-    overrides = settings(run={"folder": "run"})
+    overrides = settings(run={"folder": "run"}, cluster={"metrics_port": (port := free_port())})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
         command.await_step()
+        for role in ("master", "trainer 0", "worker 0"):
+            assert f'hybrid_role_memory_bytes{{role="{role}"}}' in served(port)
         command.role("master").parent().kill()
         assert eventually(lambda: command.stderr.endswith("\n"), COMMAND_SECONDS)
         steps, message = command.stdout.count("\nstep "), command.stderr
@@ -71,9 +100,11 @@ def test_exception_before_the_first_step_ends_launch(tiny: list[str], tmp_path: 
 
 
 def test_roles_by_hand_report_the_killed_role(endless: list[str], tmp_path: Path) -> None:
-    with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as commands:
+    job = [*endless, *ONE_EACH, *settings(cluster={"metrics_port": (port := free_port())})]
+    with by_hand([["master"], TRAINER, WORKER], job, tmp_path) as commands:
         master, trainer, worker = commands
         master.await_step()
+        assert "process_resident_memory_bytes" in served(port)
         worker.process.kill()
         of_master, of_trainer = master.wait(STOP_SECONDS), trainer.wait(STOP_SECONDS)
     assert (of_master.code, of_trainer.code) == (75, 75)
@@ -89,9 +120,8 @@ def test_killed_launcher_leaves_nothing_behind(endless: list[str], tmp_path: Pat
     shared_memory = set(Path("/dev/shm").iterdir())
     with started(["launch", *endless, *run_folder, *ONE_EACH], tmp_path) as command:
         command.await_step()
-        networks = {os.stat(f"/proc/{pid}/ns/net").st_ino for pid in ("self", command.role("trainer 0").pid)}
-        assert len(networks) == 1
-        with pytest.raises(SystemExit, match=r"^hybrid launch: run.folder = '.+': is in use"):
+        assert network_of(command.role("trainer 0")) == network_of()
+        with pytest.raises(SystemExit, match=r"^hybrid launch: run\.folder = "):
             main(["launch", "--resume", str(tmp_path / "run")])
         config = (tmp_path / "run/config.toml").read_text()
         assert 'master = "127.0.0.1"\n' in config, "the next start chooses another port"
@@ -122,3 +152,29 @@ def test_master_reports_missing_and_duplicate_roles(tiny: list[str], tmp_path: P
         "hybrid trainer 0: trainer 0 is already taken in this cluster: was it started twice?\n",
     ]
     assert not (tmp_path / "run").exists()
+
+
+@needs_namespaces
+def test_roles_share_a_private_network(endless: list[str], tmp_path: Path) -> None:
+    with started(["launch", *endless], tmp_path) as command:
+        command.await_step()
+        networks = {network_of(command.role(name)) for name in ("master", "trainer 1", "worker 0")}
+    assert len(networks) == 1
+    assert network_of() not in networks
+
+
+@needs_namespaces
+@pytest.mark.long
+def test_run_without_a_namespace_warns_of_open_ports(tiny: list[str], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID, "sh", *HYBRID, "launch", *tiny],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+    )
+    assert ended.returncode == 0
+    assert ended.stderr.startswith("hybrid launch: no network namespace (No space left on device): ")
+    assert "cluster.namespace" in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Commands without a cluster: help, the reference of all keys, and the plan."""
+"""Commands without a cluster: help, the reference of all keys, the secret, and the plan."""
 
 import json
 import re
@@ -9,10 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, settings
+from support.commands import ROOT, refusal, settings
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
+from hybrid.security.secret import VARIABLE
 from workers.cli import main
 
 COMMANDS = [
@@ -72,6 +73,17 @@ def test_config_prints_the_values_in_force(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "again.toml").write_text(printed)
     again = load_config(tmp_path / "again.toml")
     assert again.replace(train=RunConfig().train) == RunConfig()
+
+
+def test_secret_command_writes_a_private_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "secret"
+    main(["secret", str(file)])
+    assert file.stat().st_mode & 0o777 == 0o600
+    printed = capsys.readouterr().out
+    assert f"--set cluster.secret_file={file}\n" in printed
+    assert f'export {VARIABLE}="$(cat {file})"\n' in printed
+    assert file.read_text().strip() not in printed
+    assert str(file) in refusal("secret", file)
 
 
 TRILLION = ["plan", "--config", "configs/trillion.toml", "--hosts", "1000", "--memory", "64"]

@@ -90,7 +90,7 @@ def test_example_reaches_the_score_of_the_page(
 
 
 @pytest.mark.parametrize(
-    ("update", "drawn"), [("sync", 0), ("lookahead", 64), pytest.param("sync", 64, marks=pytest.mark.long)]
+    ("update", "drawn"), [("lookahead", 0), pytest.param("lookahead", 64, marks=pytest.mark.long)]
 )
 def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_path: Path) -> None:
     """The loss of the two towers depends on the items of all trainers, or on negatives of the step."""

@@ -36,6 +36,10 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("plan --memory -1", "--memory = -1.0:", ""),
         ("plan --network inf", "--network = inf:", ""),
         ("plan --ids 3", "--ids = 3.0:", 'data.vocabulary = "hash"'),
+        ("launch --seeds 1", "--seeds = 1:", "at least 2"),
+        ("launch --seeds 2 --resume run/seed-1", "--resume = 'run/seed-1':", "auto"),
+        ("launch --seeds 2 --set run.seed=-1", "run.seed = -1:", ""),
+        ("launch --seeds 2 --set run.folder=ftp://a/b", "ftp://a/b:", ""),
         ("evaluate .", ".:", ""),
         ("export . --output served", ".:", ""),
     ],
@@ -109,6 +113,7 @@ def test_invalid_arguments_of_a_role_are_refused(
 ) -> None:
     for name in (VARIABLE, "RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node0")  # of another job
     line = refusal(*role.split())
     assert line.startswith(f"hybrid {role.partition(' --master')[0].replace(' --index', '')}: {place} ")
     assert remedy in line

@@ -98,16 +98,8 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
     return Clicks(folder / "run", file, output_of(["launch", *arguments], folder))
 
 
-@pytest.mark.parametrize("step", [BEST, LAST])
-def test_run_and_predict_have_the_same_auc(clicks: Clicks, step: int) -> None:
-    probabilities_N = clicks.predict(clicks.checkpoint(step))
-    assert len(set(probabilities_N.tolist())) == 10
-    weights_N = np.ones(len(clicks.labels))
-    expected = weighted_auc(clicks.labels, probabilities_N, weights_N)
-    of_run = clicks.result if step == LAST else clicks.result["best"]
-    assert of_run["auc"] == pytest.approx(expected, abs=1e-14)
-    from_file_N = clicks.predict(clicks.checkpoint(step), "--input", clicks.file)
-    assert weighted_auc(clicks.labels, from_file_N, weights_N) == expected
+def auc_of(labels_N: npt.NDArray[np.int64], scores_N: npt.NDArray[np.float64]) -> float:
+    return weighted_auc(labels_N, scores_N, np.ones(len(labels_N)))
 
 
 def evaluated(of: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -124,6 +116,10 @@ def test_run_evaluate_and_predict_agree_in_every_metric(
 ) -> None:
     labels_N, result = clicks.labels, clicks.result
     probabilities_N = clicks.predict(clicks.checkpoint(LAST))
+    assert len(set(probabilities_N.tolist())) == 10
+    assert result["auc"] == pytest.approx(auc_of(labels_N, probabilities_N), abs=1e-14)
+    from_file_N = clicks.predict(clicks.checkpoint(LAST), "--input", clicks.file)
+    assert auc_of(labels_N, from_file_N) == auc_of(labels_N, probabilities_N)
     log_loss = -np.log(np.where(labels_N == 1, probabilities_N, 1 - probabilities_N)).mean()
     assert result["log_loss"] == pytest.approx(log_loss, rel=1e-6)
     assert result["calibration"] == pytest.approx(probabilities_N.sum() / labels_N.sum(), rel=1e-6)
@@ -157,6 +153,7 @@ def test_best_checkpoint_is_reported_and_used(clicks: Clicks, capsys: pytest.Cap
     assert second == f"auc                 {best['auc']:.4f}"
     by_best_N, by_run_N = clicks.predict(clicks.checkpoint(BEST)), clicks.predict(clicks.folder)
     assert (by_best_N == by_run_N).all()
+    assert best["auc"] == pytest.approx(auc_of(clicks.labels, by_best_N), abs=1e-14)
 
 
 def test_documented_code_predicts_the_same_in_plain_pytorch(

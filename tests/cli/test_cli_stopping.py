@@ -149,19 +149,19 @@ def test_stop_while_a_step_does_not_end(then: str, endless: list[str], tmp_path:
     assert re.fullmatch(rf"hybrid launch: {reason}; .*steps 0 to 2 are lost\n", ended.stderr), ended.stderr
 
 
-def test_stop_before_the_first_step_is_immediate(tiny: list[str], tmp_path: Path) -> None:
-    with blocked(["launch", *tiny, *RUN], "build_never", tmp_path) as command:
-        command.process.send_signal(signal.SIGINT)
-        ended = command.wait(STOP_SECONDS)
-    assert (ended.code, ended.stderr) == (130, "hybrid launch: stopped; nothing is saved\n")
+@pytest.mark.parametrize(
+    ("command", "number", "line"),
+    [("launch", signal.SIGINT, "stopped; nothing is saved"), ("compare", signal.SIGTERM, "interrupted")],
+)
+def test_stop_before_the_first_step_is_immediate(
+    command: str, number: signal.Signals, line: str, tiny: list[str], tmp_path: Path
+) -> None:
+    arguments = [command, *tiny, *(RUN if command == "launch" else [])]
+    with blocked(arguments, "build_never", tmp_path) as running:
+        running.process.send_signal(number)
+        ended = running.wait(STOP_SECONDS)
+    assert (ended.code, ended.stderr) == (128 + number, f"hybrid {command}: {line}\n")
     assert not (tmp_path / "run/config.toml").exists()
-
-
-def test_stopped_comparison_saves_nothing(tiny: list[str], tmp_path: Path) -> None:
-    with blocked(["compare", *tiny], "build_never", tmp_path) as command:
-        command.process.send_signal(signal.SIGTERM)
-        ended = command.wait(STOP_SECONDS)
-    assert (ended.code, ended.stderr) == (143, "hybrid compare: interrupted\n")
 
 
 @contextmanager

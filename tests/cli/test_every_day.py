@@ -1,4 +1,4 @@
-"""The page "How to train every day": two days of a log that drifts, in growing and in fixed tables."""
+"""The page "How to train every day": two days of a log that drifts, in growing tables."""
 
 import csv
 import os
@@ -27,13 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_page(folder: Path, name: str, *more: str) -> list[str]:
-    """Run the commands of the page, with runs of another name; return the outputs of both days."""
+def run_page(folder: Path) -> None:
+    """Run the commands of the page."""
     text = code_block("docs/every_day.md", "", "train.initial").replace("\\\n", "")
-    text = text.replace("configs/", f"{ROOT}/configs/").replace("runs/day", f"runs/{name}")
+    text = text.replace("configs/", f"{ROOT}/configs/")
     log, *days = [shlex.split(line) for line in text.splitlines()]
     assert [log[:2], *(day[:2] for day in days)] == [["python", LOG], *[["hybrid", "launch"]] * 2]
-    return [output_of([*day[1:], *SMALL, *more], folder) for day in days]
+    for day in days:
+        output_of([*day[1:], *SMALL], folder)
 
 
 def users(folder: Path, day: int) -> set[str]:
@@ -55,8 +56,8 @@ def test_log_drifts_and_its_best_score_is_known(folder: Path) -> None:
 
 
 def test_new_users_get_rows_in_the_tables_of_yesterday(folder: Path) -> None:
-    run_page(folder, "growing")
-    first, second = (train_lines(folder / f"runs/growing-0{day}") for day in (1, 2))
+    run_page(folder)
+    first, second = (train_lines(folder / f"runs/day-0{day}") for day in (1, 2))
     old, new = users(folder, 1), users(folder, 2) - users(folder, 1)
     assert new
     assert first[-1]["user.rows"] == len(old)
@@ -64,12 +65,6 @@ def test_new_users_get_rows_in_the_tables_of_yesterday(folder: Path) -> None:
     assert second[-1]["user.rows"] == len(old) + len(new)
     assert second[0]["step"] == 1
     assert second[0]["user.unknown_fraction"] < 0.5 < first[0]["user.unknown_fraction"]
-
-
-def test_fixed_tables_find_the_rows_of_yesterday_by_value(folder: Path) -> None:
-    _, printed = run_page(folder, "fixed", *settings(data={"vocabulary": "build"}))
-    today = users(folder, 2)
-    assert f"user {len(today & users(folder, 1))} of {len(today)}" in printed
 
 
 @pytest.mark.long

@@ -66,50 +66,34 @@ class Row:
         return rf"hybrid launch: (the )?{self.role}\b.*{cause}.*{lost}"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One run in which a kind of role fails in the same way in one phase after another."""
-
-    kind: str
-    how: str
-    phases: tuple[str, ...] = PHASES
-
-    def __str__(self) -> str:
-        return " ".join((self.kind, self.how, *(() if self.phases == PHASES else self.phases)))
-
-    @property
-    def rows(self) -> list[Row]:
-        return [Row(self.kind, self.how, phase) for phase in self.phases]
-
-
-PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS) if how != "SIGSTOP"]
+Plan = tuple[str, str, tuple[str, ...]]  # a kind of role, its failure, and the phases in which it fails
+PLANS: list[Plan] = [(kind, how, PHASES) for kind, how in product(ROLES, HOWS) if how != "SIGSTOP"]
 # Each of these failures takes a heartbeat timeout. A run that fails in a checkpoint needs an earlier one.
 OTHER_PHASES = tuple(phase for phase in PHASES if phase != "step")
-PLANS += [Plan(kind, "SIGSTOP", phases) for kind, phases in product(ROLES, (("step",), OTHER_PHASES))]
+PLANS += [(kind, "SIGSTOP", phases) for kind, phases in product(ROLES, (("step",), OTHER_PHASES))]
 # Each failure, each kind of role and each phase; the others take minutes.
-SHORT_PLANS = [
-    Plan("trainer", "SIGKILL", ("evaluation", "checkpoint")),
-    Plan("worker", "SIGSTOP", ("step",)),
-    Plan("worker", "ValueError", ("start", "step")),
-    Plan("master", "MemoryError", ("evaluation", "shutdown")),
+SHORT_PLANS: list[Plan] = [
+    ("trainer", "SIGKILL", ("evaluation", "checkpoint")),
+    ("worker", "SIGSTOP", ("step",)),
+    ("worker", "ValueError", ("start", "step")),
+    ("master", "MemoryError", ("evaluation", "shutdown")),
 ]
 PLANS = [*SHORT_PLANS, *(plan for plan in PLANS if plan not in SHORT_PLANS)]
 
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        pytest.param(plan, id=str(plan), marks=() if plan in SHORT_PLANS else pytest.mark.long)
-        for plan in PLANS
-    ],
+    [pytest.param(plan, marks=() if plan in SHORT_PLANS else pytest.mark.long) for plan in PLANS],
+    ids=lambda plan: " ".join((*plan[:2], *plan[2])),
 )
 def test_run_completes_after_failures(plan: Plan, tiny: list[str], tmp_path: Path) -> None:
     """``launch`` reports every failure soon, and each step of the run is logged once."""
-    folder, rows = tmp_path / "run", plan.rows
+    kind, how, phases = plan
+    folder, rows = tmp_path / "run", [Row(kind, how, phase) for phase in phases]
     folder.mkdir()
     (folder / FAULTS_FILE).write_text(json.dumps([(row.role, row.how, row.phase) for row in rows]))
     # A busy machine must not count as frozen.
-    beat = HEARTBEAT_SECONDS if plan.how == "SIGSTOP" else 10 * HEARTBEAT_SECONDS
+    beat = HEARTBEAT_SECONDS if how == "SIGSTOP" else 10 * HEARTBEAT_SECONDS
     keys = settings(
         run={"folder": folder},
         train={"update": ("sync", "lookahead")[PLANS.index(plan) % 2]},
@@ -126,7 +110,7 @@ def test_run_completes_after_failures(plan: Plan, tiny: list[str], tmp_path: Pat
     restarts = [json.loads(line) for line in (folder / RESTARTS_FILE).read_text().splitlines()]
     struck = [at for row, at in zip(rows, read_times(folder), strict=True) if row.result[:2] == "re"]
     delays = [restart["time"] - at for restart, at in zip(restarts, struck, strict=True)]
-    assert max(delays) < NOTICED_SECONDS + HEARTBEAT_SECONDS * (plan.how == "SIGSTOP"), delays
+    assert max(delays) < NOTICED_SECONDS + HEARTBEAT_SECONDS * (how == "SIGSTOP"), delays
     result = result_of(folder)
     assert (result["steps"], result["num_samples"]) == (STEPS, TEST_SAMPLES)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -73,26 +73,6 @@ def test_result_of_one_run_is_printed_as_json(trained: TrainedRun, tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key", "remedy"),
-    [
-        (["--seeds", "0"], "--seeds = 0:", "at least 2"),
-        (["--seeds", "1"], "--seeds = 1:", "at least 2"),
-        (["--seeds", "2", "--resume", "run/seed-1"], "--resume = 'run/seed-1':", "auto"),
-        (["--seeds", "2", "--set", "run.seed=-1"], "run.seed = -1:", ""),
-        (["--seeds", "2", "--set", "run.folder=ftp://a/b"], "ftp://a/b:", ""),
-    ],
-)
-def test_impossible_seeds_are_refused(
-    arguments: list[str], key: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    line = refusal("launch", *arguments)
-    assert line.startswith(f"hybrid launch: {key} ")
-    assert remedy in line
-    assert not list(tmp_path.iterdir())
-
-
 def test_run_of_a_later_seed_is_found_before_the_first_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,6 @@
 """Commands on runs and files in a store: their results equal those on a disk."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from support.commands import refusal
@@ -16,20 +13,10 @@ from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.cli import main
 
 STORED = RemotePath(f"s3://{BUCKET}", "commands")
+Twins = tuple[StoragePath, StoragePath]
 CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may do this"
 )
-
-
-@dataclass(frozen=True)
-class Twins:
-    """A folder with a run and new rows, and a copy in a store."""
-
-    local: Path
-
-    def both(self) -> Iterator[StoragePath]:
-        yield self.local
-        yield STORED
 
 
 def joined(folder: StoragePath) -> dict[str, object]:
@@ -40,6 +27,7 @@ def joined(folder: StoragePath) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def twins(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    """A folder with a run and new rows, and a copy in a store."""
     local = tmp_path_factory.mktemp("local")
     write_clicks(local / "new.csv", 60, seed=8)
     (local / "items.csv").write_text("item,brand\n" + "".join(f"i{i},b{i % 4}\n" for i in range(9)))
@@ -50,7 +38,7 @@ def twins(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     config = clicks_config(other, data={"path": str(STORED / "clicks.csv"), **joined(STORED)})
     files.remove(STORED / "run")
     sent(write_trained(other / "run", config), STORED / "run")
-    return Twins(local)
+    return local, STORED
 
 
 def printed(capsys: pytest.CaptureFixture[str], folder: StoragePath) -> str:
@@ -64,7 +52,7 @@ def content_of(folder: StoragePath) -> dict[str, bytes]:
 
 def test_predictions_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
-    for folder in twins.both():
+    for folder in twins:
         output = folder / "p.parquet"
         rows = ["--input", str(folder / "new.csv"), "--keep", "user,tags"]
         main(["predict", *rows, "--output", str(output), str(folder / "run")])
@@ -77,7 +65,7 @@ def test_predictions_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[st
 
 def test_metrics_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
-    for folder in twins.both():
+    for folder in twins:
         main(["evaluate", str(folder / "run"), f"--input={folder / 'new.csv'}"])
         found.append(printed(capsys, folder))
     assert re.search(r"\nauc +0\.\d{4}\n", found[0])
@@ -86,7 +74,7 @@ def test_metrics_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) 
 
 def test_exports_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) -> None:
     found, loaded = [], []
-    for folder in twins.both():
+    for folder in twins:
         main(["export", str(folder / "run"), "--output", str(folder / "served"), "--format", "tables"])
         content = content_of(folder / "served")
         for name in ("config.toml", "data.json", "manifest.json"):  # they have the paths of the run
@@ -110,22 +98,6 @@ def test_refused_export_leaves_no_file(twins: Twins, store: Store, monkeypatch: 
     assert line.startswith(f"hybrid export: {STORED / 'no'}: cannot be written: ")
     assert line.endswith(CREDENTIALS)
     assert ["preprocessing" in path for path in sent_files].index(True) == len(sent_files) - 1 > 3
-
-
-def test_loaded_model_is_the_same(twins: Twins) -> None:
-    rows = {
-        "price": [9.5],
-        "age": [30],
-        "user": ["u7"],
-        "item": ["i1"],
-        "tags": [["a", "b"]],
-        "brand": ["b1"],
-    }
-    found = []
-    for folder in twins.both():
-        model = hybrid.load(str(folder / "run"))
-        found.append(model(model.encode(rows))["probability"].tolist())
-    assert found[1] == found[0]
 
 
 NO_BUCKET = RemotePath("s3://no-such-bucket", "x")
