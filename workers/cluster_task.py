@@ -25,14 +25,6 @@ class CompareTask:
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionTask:
-    """Call a function of the user on the master."""
-
-    command: ClassVar = "run"
-    function: str  # "module:function"
-
-
-@dataclass(frozen=True, slots=True)
 class ScriptTask:
     """Run a script of the user on every trainer."""
 
@@ -44,4 +36,4 @@ class ScriptTask:
     scratch: Path | None = None
 
 
-Task: TypeAlias = TrainTask | CompareTask | FunctionTask | ScriptTask
+Task: TypeAlias = TrainTask | CompareTask | ScriptTask

@@ -17,10 +17,10 @@ from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.storage.remote_path import StoragePath
-from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, TrainTask
+from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
+from workers.controller.script_job import ScriptJob
 from workers.controller.shared_folders import SharedFolders, filesystem_id
-from workers.controller.user_code_jobs import FunctionJob, ScriptJob
 from workers.exit_codes import Cause, ExitCode, Interrupt, StopMessage, cause_of, exit_code
 from workers.jobs.comparison import Comparison
 from workers.jobs.training_job import Training
@@ -76,7 +76,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         Interrupt: the run has stopped on request.
     """
     code_of = exit_codes_of(task)
-    job: Training | Comparison | ScriptJob | FunctionJob
+    job: Training | Comparison | ScriptJob
     match task:
         case TrainTask():
             job = Training(config, task)
@@ -84,8 +84,6 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             job = Comparison(config, task)
         case ScriptTask():
             job = ScriptJob(config, task)
-        case FunctionTask():
-            job = FunctionJob(config, task.function)
     starts_now = isinstance(task, TrainTask | CompareTask) and not config.data.is_stream
     section = config.cluster
     address, port = section.master_endpoint

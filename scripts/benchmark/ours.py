@@ -1,9 +1,12 @@
-"""This project, started by ``hybrid run benchmark.ours:train_job``."""
+"""This project: trains the job of this process on a cluster of this machine."""
 
 import json
-from collections.abc import Iterator, Sequence
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from benchmark.batch_session import BatchSession
 from benchmark.gpu_trace import traced
@@ -11,9 +14,43 @@ from benchmark.job import Job
 from benchmark.workloads import WORKLOADS
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
-from hybrid.topology import Topology
+from hybrid.config.loading import load_config
+from hybrid.security.secret import Secret
+from hybrid.storage.private_files import choose_compile_cache
+from hybrid.topology import MASTER, Role, Topology
+from workers.launching.fork_server import ForkServer
+from workers.rendezvous.bootstrap import announce_stop, lead, serve
+from workers.rendezvous.host_setup import MasterAddress
 
 _TRACED_STEPS = 10
+_SECONDS = 3600.0
+
+
+def main() -> None:
+    """Run every role in its own process; the arguments are values of keys, such as ``train.update=sync``."""
+    choose_compile_cache()
+    config, secret = load_config(Path("config.toml"), sys.argv[1:]), Secret.fresh()
+    with ForkServer(("torch._dynamo", "benchmark.ours")) as server:
+        calls = {str(role): (role, config, secret) for role in config.cluster.topology.roles}
+        server.start(run_role, calls)
+        while calls and (end := server.event(_SECONDS)) is not None:
+            del calls[end.name]
+            if end.exit_code:
+                sys.exit(f"{end.name} ended with code {end.exit_code}")
+
+
+def run_role(
+    role: Role, config: RunConfig, secret: Secret, listener: socket.socket, report: Callable[[Any], object]
+) -> None:
+    """Run a role in its process."""
+    if role != MASTER:
+        with listener:
+            address = MasterAddress(*listener.getsockname())
+        serve(role, address, secret)
+        return
+    with lead(config, secret, listener) as cluster:
+        train_job(cluster.topology, config)
+        announce_stop(cluster)
 
 
 def train_job(topology: Topology, config: RunConfig) -> None:

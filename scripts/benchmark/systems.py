@@ -29,10 +29,7 @@ class System:
 
 
 def _ours(update: str, is_synchronous: bool = True, title: str = "", settings: Sequence[str] = ()) -> System:
-    options = ["--config", "config.toml"]
-    for each in (f"train.update={update}", *settings):
-        options += ["--set", each]
-    arguments = ("-m", "workers", "run", "benchmark.ours:train_job", *options)
+    arguments = ("-c", "from benchmark.ours import main; main()", f"train.update={update}", *settings)
     return System(f"ours, {update}{title}", OWN_PYTHON, arguments, is_synchronous)
 
 

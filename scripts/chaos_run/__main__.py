@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from chaos_run.report import save, show, show_memory
+from chaos_run.report import save, show, show_usage
 from chaos_run.run_comparison import differences
 from chaos_run.running import Kill, Plan, Run
 from hybrid.errors import HybridError
@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for launch"
     )
-    parser.add_argument("--kills", type=int, default=10, help="how many (default: 10)")
+    parser.add_argument(
+        "--kills", type=int, default=10, help="how many (default: 10); 0 only measures memory"
+    )
     parser.add_argument(
         "--freeze",
         type=float,
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     arguments = _launch_arguments(options)
     with Run(folder / "undisturbed", arguments, options.script) as undisturbed:
         undisturbed.await_end()
-    show_memory(console, undisturbed.memory)
+    show_usage(console, undisturbed.usage)
     plan = Plan(options.freeze, options.launcher, _EARLY, options.pause)
     chance = random.Random(seed)
     kills: list[Kill] = []

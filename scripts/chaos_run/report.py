@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from chaos_run.running import Kill
+from chaos_run.running import Kill, Usage
 from chaos_run.victims import PHASES
 
 
@@ -36,12 +36,13 @@ def show(console: Console, kills: Sequence[Kill]) -> None:
             )
 
 
-def show_memory(console: Console, memory: Mapping[str, Sequence[int]]) -> None:
-    """Print the largest resident memory of each worker in each quarter of a run."""
-    for name, mib in memory.items():
-        quarters = [mib[len(mib) * i // 4 : len(mib) * (i + 1) // 4] for i in range(4)]
-        largest = ", ".join(f"{max(each, default=0):,}" for each in quarters)
-        console.print(f"{name}: {largest} MiB in the quarters of the undisturbed run", highlight=False)
+def show_usage(console: Console, usage: Mapping[str, Sequence[Usage]]) -> None:
+    """Print the largest values of each role in each quarter of the undisturbed run."""
+    for name, of_role in usage.items():
+        quarters = [of_role[len(of_role) * i // 4 : len(of_role) * (i + 1) // 4] for i in range(4)]
+        largest = [Usage(*map(max, zip(*quarter, strict=True))) for quarter in quarters if quarter]
+        for quantity, values in zip(Usage._fields, zip(*largest, strict=True), strict=True):
+            console.print(f"{name}: {quantity} {', '.join(map(str, values))} by quarter", highlight=False)
 
 
 def save(path: Path, seed: int, kills: Sequence[Kill], restarts: int, runs: dict[str, list[str]]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -24,6 +25,14 @@ _SILENT_SECONDS = 120.0
 _STOP_SECONDS = 10.0
 # What a master prints at each start once its data is prepared, and at the start of each line of progress.
 _START, _STEP = "\nprepared ", "\nstep "
+
+
+class Usage(NamedTuple):
+    """What a role uses at one time."""
+
+    mib: int  # resident memory
+    threads: int
+    files: int
 
 
 @dataclass(slots=True)
@@ -95,14 +104,14 @@ class Run(DisturbedRun):
         script: name of a custom loop of this package, whose logs are then in the folder, too; or empty.
 
     Attributes:
-        memory: resident MiB of each worker, every second while the end of the run is awaited.
+        usage: of each role, every second while the end of the run is awaited.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str], script: str = "") -> None:
         self.folder = folder
         self._command = [sys.executable, "-P", "-m", "workers"]
         self._environment, self._is_script = dict(os.environ), bool(script)
-        self.memory: dict[str, list[int]] = {}
+        self.usage: dict[str, list[Usage]] = {}
         if script:
             folder.mkdir()
             self._environment["TMPDIR"] = str(folder)
@@ -139,8 +148,8 @@ class Run(DisturbedRun):
         while self._pass_time(1.0, []):
             for name, role in running_roles(psutil.Process(self._process.pid), self.folder).items():
                 with suppress(psutil.NoSuchProcess):
-                    if name.startswith("worker"):
-                        self.memory.setdefault(name, []).append(role.memory_info().rss >> 20)
+                    usage = Usage(role.memory_info().rss >> 20, role.num_threads(), role.num_fds())
+                    self.usage.setdefault(name, []).append(usage)
 
     def _await_step(self, kills: list[Kill]) -> bool:
         """Wait for a step after the last kill; return False if the run has ended."""

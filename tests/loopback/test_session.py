@@ -31,8 +31,8 @@ from hybrid.transport import Remote
 from hybrid.updates.ticket import Ticket
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
+from workers.controller.script_job import ScriptJob
 from workers.controller.shared_folders import SharedFolders
-from workers.controller.user_code_jobs import ScriptJob
 from workers.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("loopback")

@@ -30,8 +30,8 @@ from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport import LostError
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
+from workers.controller.script_job import ScriptJob
 from workers.controller.shared_folders import SharedFolders
-from workers.controller.user_code_jobs import ScriptJob
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
 from workers.rendezvous.host_setup import MasterAddress, listen
 from workers.rendezvous.interrupt import LostRoleError

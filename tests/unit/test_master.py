@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport import Failure, LostError, RemoteError
 from workers import master
-from workers.cluster_task import FunctionTask
+from workers.cluster_task import TrainTask
 from workers.exit_codes import StopMessage, exit_code
 from workers.rendezvous.bootstrap import JoinedCluster
 from workers.rendezvous.host_setup import listen
@@ -20,11 +21,17 @@ from workers.rendezvous.interrupt import LostRoleError
 WORKER = Role(RoleKind.WORKER, 0)
 
 
-def refuse(topology: Topology, config: RunConfig) -> None:
-    raise ValueError("the first error")
+class FailingJob:
+    def __init__(self, config: RunConfig, task: TrainTask) -> None:
+        pass
+
+    def run(self, *_: object) -> None:
+        raise ValueError("the first error")
 
 
-def test_role_lost_at_the_end_does_not_hide_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_role_lost_at_the_end_does_not_hide_first_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     @contextmanager
     def lead(*_: object) -> Iterator[JoinedCluster]:
         yield JoinedCluster(MASTER, Topology(0, 0), cast(Any, None), {})
@@ -34,8 +41,9 @@ def test_role_lost_at_the_end_does_not_hide_first_error(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(master, "lead", lead)
     monkeypatch.setattr(master, "announce_stop", announce_stop)
+    monkeypatch.setattr(master, "Training", FailingJob)
     with pytest.raises(ValueError, match="first"):
-        master.run(RunConfig(), FunctionTask(f"{__name__}:refuse"), Secret.fresh(), listen("127.0.0.1", 0))
+        master.run(RunConfig(), TrainTask(tmp_path, False, 0.0), Secret.fresh(), listen("127.0.0.1", 0))
 
 
 @pytest.mark.parametrize("interrupted", ["diagnosis", "announcement"])

@@ -81,7 +81,7 @@ def test_a_temporary_folder_is_removed_with_its_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["launch"], ["compare"], ["run", "own:main"], ["plan"], ["evaluate", "nothing"], ["master"],
+    [["launch"], ["compare"], ["run", "train.py"], ["plan"], ["evaluate", "nothing"], ["master"],
      ["predict", "nothing", "--output", "p.csv"], ["trainer", "--index", "0", "--master", "a"],
      ["worker", "--index", "0", "--master", "a"]],
     ids=lambda arguments: arguments[0],

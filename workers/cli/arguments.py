@@ -144,11 +144,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     compare.add_argument("--dtype", choices=DTYPES, help=help_text)
     text = "run your training script on a cluster on this machine"
     run = add("run", text, _counts, _config, about=_RUN_TEXT, usage="[OPTION ...] SCRIPT [-- ARGUMENT ...]")
-    help_text = (
-        "Python file that every trainer runs; or MODULE:FUNCTION, which the master calls as "
-        "function(topology, config)"
-    )
-    run.add_argument("program", metavar="SCRIPT", help=help_text)
+    run.add_argument("program", metavar="SCRIPT", help="Python file that every trainer runs")
     add("master", "start the master of a cluster by hand", _config, _resume, _script, about=_MASTER)
     for kind in (RoleKind.TRAINER, RoleKind.WORKER):
         role = add(kind.value, f"start one {kind} by hand", _master_address, about=_ROLE.format(kind))

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 
 from hybrid.config import ClusterSection, RunConfig, loading
-from hybrid.config.key import USER_FUNCTION, toml_value
+from hybrid.config.key import toml_value
 from hybrid.errors import ConfigError, DataError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage import files
@@ -29,7 +28,7 @@ from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.user_code.run_signature import load_run_config
 from workers.cli.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM
-from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, TrainTask
+from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.messages import json_text, print_line, print_text
 from workers.console.terminal import transient_status
 from workers.exit_codes import Interrupt, ReportedError, exit_code
@@ -136,17 +135,13 @@ def _compare(options: argparse.Namespace, config: RunConfig, folder: Path, lock:
 
 
 def run_command(options: argparse.Namespace) -> None:
-    task: FunctionTask | ScriptTask
-    if re.fullmatch(USER_FUNCTION, options.program):
-        task = FunctionTask(options.program)
-    else:
-        task = _script_task(options.program, options.arguments)
-    config = _read_config(options)
-    with run_access.scratch_logs("hybrid-run-") as folder, folder_lock(folder) as lock:
-        if isinstance(task, ScriptTask):
-            task = dataclasses.replace(task, scratch=folder)
-        with _report_saved_state(folder, options.command):
-            launch(config, folder, task, lock)
+    task, config = _script_task(options.program, options.arguments), _read_config(options)
+    with (
+        run_access.scratch_logs("hybrid-run-") as folder,
+        folder_lock(folder) as lock,
+        _report_saved_state(folder, options.command),
+    ):
+        launch(config, folder, dataclasses.replace(task, scratch=folder), lock)
 
 
 def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:

@@ -46,10 +46,10 @@ from workers.cluster_task import CompareTask
 from workers.console.messages import json_text
 from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer, make_loader
+from workers.controller.script_job import run_script
 from workers.controller.session import DatasetSession, Session
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.stream_session import StreamSession
-from workers.controller.user_code_jobs import run_script
 from workers.exit_codes import ExitCode
 
 # Relative and absolute tolerance. A rounding error is about 1e-16 in float64. If the exact gradient is zero,

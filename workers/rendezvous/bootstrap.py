@@ -45,8 +45,8 @@ from hybrid.shared_memory.tensor_blocks import network_id
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.socket.handshake import address_of
 from workers.controller.remote_trainer import Trainer
+from workers.controller.script_job import Script
 from workers.controller.shared_folders import filesystem_id
-from workers.controller.user_code_jobs import Script
 from workers.exit_codes import STOP_REQUEST, WARNING, ExitCode, StopMessage, exit_code, forwarding_signals
 from workers.rendezvous.heartbeat import (
     HeartbeatInterval,

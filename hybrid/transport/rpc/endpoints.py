@@ -7,9 +7,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-import psutil
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd, rpc
+from torch.distributed import rpc
 from torch.futures import Future
 
 from hybrid.dense.hosted_net import HostedNet
@@ -52,15 +51,10 @@ PlainExchange: TypeAlias = tuple[int, PlainTicket, int, PlainTicket | None, Sequ
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Memory, threads and open files of a process."""
+    """The free memory of a process."""
 
     host: str
-    pid: int
     free_bytes: dict[str, int]  # see free_memory
-    resident_bytes: int
-    threads: int
-    open_files: int
-    live_contexts: int  # number of contexts of distributed autograd
 
 
 def echo(tensor: Tensor) -> Tensor:
@@ -69,16 +63,7 @@ def echo(tensor: Tensor) -> Tensor:
 
 
 def process_status() -> ProcessStatus:
-    process = psutil.Process()
-    return ProcessStatus(
-        socket.gethostname(),
-        process.pid,
-        free_memory(),
-        process.memory_info().rss,
-        process.num_threads(),
-        process.num_fds(),
-        int(dist_autograd._get_debug_info()["num_autograd_contexts"]),
-    )
+    return ProcessStatus(socket.gethostname(), free_memory())
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -34,7 +34,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def ping(role: Role, timeout_seconds: float) -> FakePing:
         free = {name: limits[name] for name in limits["of"][role.index]}
-        return FakePing(ProcessStatus("host", 1, free, 0, 0, 0, 0))
+        return FakePing(ProcessStatus("host", free))
 
     monkeypatch.setattr("hybrid.transport.ping", ping)
     return limits

@@ -1,4 +1,4 @@
-"""Jobs that run user code: a script on every trainer, or a function on the master.
+"""The job that runs a script of the user on every trainer.
 
 ::
 
@@ -45,7 +45,7 @@ from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from hybrid.updates.hosted_module import HostedModule
-from hybrid.user_code.user_modules import FolderFinder, load_function
+from hybrid.user_code.user_modules import FolderFinder
 from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
@@ -75,24 +75,6 @@ class ScriptRequest:
 _SaveError: TypeAlias = tuple[str, str]  # its kind and its message
 # PlacedTables after "deploy"; the location of the prepared data after "prepare"; an error of "save", or None.
 ScriptResponse: TypeAlias = PlacedTables | str | _SaveError | None
-
-
-class FunctionJob:
-    """A job that calls ``function(topology, config)`` in the master's process."""
-
-    doing = "in your function"
-
-    def __init__(self, config: RunConfig, function: str) -> None:
-        self._config = config
-        self._function = load_function("FUNCTION", function, ("topology", "config"))
-
-    def run(
-        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
-    ) -> ExitCode:
-        """Call the function; the run ends when it returns."""
-        view.close()
-        self._function(topology, self._config)
-        return ExitCode.DONE
 
 
 class ScriptJob:
