@@ -230,13 +230,13 @@ for cluster, model, size in zip(clusters, models, sizes):
 """
 
 
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "message", "update"),
     [
-        ("", ""),
-        ("import asyncio; raise asyncio.CancelledError", "has ended with CancelledError"),
-        ("cluster.save(f'{sys.argv[1]}/{cluster.rank}')", "save different folders: /.*, and /"),
+        ("", "", "sync"),
+        ("", "", "lookahead"),
+        ("import asyncio; raise asyncio.CancelledError", "has ended with CancelledError", "sync"),
+        ("cluster.save(f'{sys.argv[1]}/{cluster.rank}')", "save different folders: /.*, and /", "sync"),
     ],
 )
 def test_each_module_of_a_script_has_its_own_tables(
@@ -397,8 +397,10 @@ with torch.set_grad_enabled(sys.argv[2] == "train"):
 """
 
 
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
-@pytest.mark.parametrize(("number", "purpose"), [(1, "train"), (2, "train"), (2, "evaluate")])
+@pytest.mark.parametrize(
+    ("number", "purpose", "update"),
+    [(1, "train", "sync"), (2, "train", "lookahead"), (2, "evaluate", "sync"), (2, "evaluate", "lookahead")],
+)
 def test_a_later_batch_that_differs_between_trainers_is_found(
     number: int, purpose: str, update: str, clusters: Clusters, tmp_path: Path
 ) -> None:

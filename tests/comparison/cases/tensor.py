@@ -12,16 +12,13 @@ from itertools import product
 import torch
 from comparison.cases.peers import Compared, Gradients
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn import RemoteModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.dense.tensor_parallel import (
-    SharedStage,
     TensorParallel,
     flatten_tensor,
     full_tensor,
@@ -34,7 +31,6 @@ from hybrid.dense.tensor_parallel import (
 TENSOR, DATA = 2, 2
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3  # over two ranks, none of them is even
 RATE = 0.02
-ROWS = 10
 
 
 @functools.cache
@@ -97,11 +93,6 @@ def _mean_loss(net: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([_loss(net, x_BX) for x_BX in inputs]).sum() / DATA
 
 
-def _differentiate(loss: Tensor, net: nn.Module) -> Gradients:
-    named = dict(net.named_parameters())
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
-
-
 def trained(dtype: torch.dtype, index: int) -> list[Compared]:
     """Return outputs and gradients of two steps, then the parameters; the second input has another size."""
     mlp = Mlp().to(dtype)
@@ -121,62 +112,6 @@ def trained(dtype: torch.dtype, index: int) -> list[Compared]:
             each.step()
             each.zero_grad()
     return [*compared, (_parameters(split.module), parts_of(split, _parameters(mlp)))]
-
-
-class _Table(nn.Embedding):
-    """A table with the same rows in every process."""
-
-    def __init__(self) -> None:
-        super().__init__(ROWS, INPUTS, _weight=random(1, ROWS, INPUTS))
-
-
-def _table_gradient(rref: rpc.RRef[nn.Embedding], context: int) -> Tensor:
-    return dist_autograd.get_gradients(context)[rref.local_value().weight]
-
-
-def under_dist_autograd(form: str, steps: int, index: int) -> list[Compared]:
-    """Use a net after a table on a worker; return the gradients of the context on both sides.
-
-    ``form`` is "alone", "ddp", or "shared": trainer t has t samples of its own.
-    """
-    mlp, table, here = Mlp(), RemoteModule("worker0/cpu", _Table), _Table()
-    split = _split_mlp(mlp)
-    net: nn.Module = split
-    if form == "shared":
-        net = _under_ddp(SharedStage(split, trainers_mesh().get_group("tensor")))
-    elif form == "ddp":
-        net = _under_ddp(split)
-    # The trainers whose losses determine the gradients of the net.
-    counted = {"alone": [index, index], "shared": [0, 1, 2, 3]}.get(form, [0, 2])
-    compared = []
-    for step in range(steps):
-        ids = [_ids(step, trainer, form == "shared") for trainer in range(TENSOR * DATA)]
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [_loss(net, table.forward(ids[index]))])
-            held = dist_autograd.get_gradients(context)
-            assert {type(gradient) for gradient in held.values()} == {Tensor}
-            rref = table.get_module_rref()
-            got = {name: held[p].clone() for name, p in split.module.named_parameters()}
-            got["table"] = rpc.rpc_sync(rref.owner(), _table_gradient, args=(rref, context))
-        expected = _differentiate(_mean_loss(mlp, [here(ids[trainer]) for trainer in counted]), mlp)
-        (of_table,) = torch.autograd.grad(_loss(mlp, here(ids[index])), [here.weight])
-        compared.append((got, {**parts_of(split, expected), "table": of_table}))
-        _descend(split.module, got)
-        _descend(mlp, expected)
-    return compared
-
-
-def _ids(step: int, trainer: int, is_own: bool) -> Tensor:
-    """Return the ids of a trainer: its own, or those of its tensor group."""
-    if is_own:
-        return (torch.arange(trainer) * 3 + step) % ROWS
-    return (torch.arange(4) * (trainer // TENSOR + 2) + step) % ROWS
-
-
-@torch.no_grad()
-def _descend(net: nn.Module, gradients: Gradients) -> None:
-    for name, parameter in net.named_parameters():
-        parameter.sub_(RATE * gradients[name])
 
 
 def shards(index: int) -> list[Compared]:
