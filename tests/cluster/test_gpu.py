@@ -4,6 +4,7 @@ Where there is no GPU, trainers use the device of :mod:`support.fake_gpu`, one e
 trainers share it.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,22 @@ STEPS = 6
 LOOKAHEAD = {"update": "lookahead"}
 
 
+RANKED = {
+    "click": TaskSection(label="label", ranking_loss="listwise"),
+    "spent": TaskSection(type="regression", ranking_loss="pairwise"),
+}
+
+
 def config_of(trainers: int, dense: dict[str, Any], train: dict[str, Any]) -> RunConfig:
-    return small_config(
+    """Jobs with micro-batches have ranking losses."""
+    config = small_config(
         cluster={"trainers": trainers, "workers": 2},
         dense={"device": GPU, **dense},
         train={"dtype": "float64"} | train,
     )
+    if "micro_batches" not in train:
+        return config
+    return config.replace(tasks=RANKED, data=dataclasses.replace(config.data, group="C26"))
 
 
 @pytest.mark.parametrize(
@@ -52,17 +63,6 @@ def test_trainers_on_gpus_equal_one_process_on_the_cpu(
 ) -> None:
     cluster = clusters.get(trainers, 2, device=GPU)
     cluster.run(compare, config_of(trainers, dense, train), cache, STEPS)
-
-
-def test_ranking_losses_on_a_gpu_equal_one_process(clusters: Clusters, cache: Path) -> None:
-    config = config_of(2, {}, {"micro_batches": 2}).replace(
-        data=small_config(data={"group": "C26"}).data,
-        tasks={
-            "click": TaskSection(label="label", ranking_loss="listwise"),
-            "spent": TaskSection(type="regression", ranking_loss="pairwise"),
-        },
-    )
-    clusters.get(2, 2, device=GPU).run(compare, config, cache, STEPS)
 
 
 def test_a_run_continues_from_a_checkpoint_of_gpus(clusters: Clusters, cache: Path, tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 """Every execution backend of a dense net equals one process, in parameters and optimizer state."""
 
-import dataclasses
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from comparison.cases.checkpoints import reloaded
 from comparison.cases.matrix import Case, check_against_one_process, train_case
-from support.cluster import CaseError, Clusters
+from support.cluster import CaseError, Clusters, small_config
+from support.jobs import evaluate, evaluate_in_two_parts
 
 
 def split(**values: Any) -> Case:
@@ -52,15 +51,22 @@ def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
 
 
 @pytest.mark.long
-def test_checkpoint_loads_with_any_execution_backend(clusters: Clusters, tmp_path: Path) -> None:
-    halves = split(dense_optimizer="AdamW")
-    quarters = dataclasses.replace(halves, tensor_size=4)
-    whole = dataclasses.replace(halves, parallel="none")
-    cluster = clusters.get(4, 1)
-    for number, (saved, loaded) in enumerate([(halves, whole), (whole, halves), (halves, quarters)]):
-        before, after = cluster.run(reloaded, saved, loaded, tmp_path / str(number))
-        assert after.keys() == before.keys()
-        assert [part for part, tensor in before.items() if not torch.equal(after[part], tensor)] == []
+def test_runs_continue_with_any_execution_backend(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
+    whole, halves, quarters = (
+        small_config(
+            cluster={"trainers": 4, "workers": 1},
+            dense={"optimizer": "AdamW", "tensor_size": size},
+            train={"dtype": "float64"},
+        )
+        for size in (0, 2, 4)
+    )
+    cluster, steps = clusters.get(4, 1), 6
+    expected, metrics = cluster.run(evaluate, whole, cache, steps)
+    for number, (first, later) in enumerate([(halves, whole), (whole, halves), (halves, quarters)]):
+        scratch = tmp_path / str(number)
+        found = cluster.run(evaluate_in_two_parts, first, cache, scratch, steps, later)
+        torch.testing.assert_close(found[0], expected, rtol=0.0, atol=1e-12)
+        assert found[1] == pytest.approx(metrics, rel=1e-9)
 
 
 def test_invalid_sharding_plan_is_refused_before_training(clusters: Clusters) -> None:

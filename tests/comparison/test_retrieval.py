@@ -18,8 +18,6 @@ from workers.rendezvous.bootstrap import JoinedCluster
     [
         (3, "lookahead", "outside", "importance"),
         (2, "sync", "inside", ""),
-        pytest.param(1, "sync", "outside", "", marks=pytest.mark.long),
-        pytest.param(3, "sync", "outside", "importance", marks=pytest.mark.long),
     ],
 )
 def test_two_towers_train_as_in_one_process(

@@ -79,14 +79,19 @@ def evaluate(
 
 
 def evaluate_in_two_parts(
-    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, scratch: Path, num_steps: int
+    cluster: JoinedCluster,
+    config: RunConfig,
+    cache: StoragePath,
+    scratch: Path,
+    num_steps: int,
+    later: RunConfig | None = None,
 ) -> tuple[Snapshot, Metrics]:
-    """Do the same as :func:`evaluate`, with a checkpoint and a fresh job in the middle."""
+    """Do the same as :func:`evaluate`, with a checkpoint and a fresh job, of ``later``, in the middle."""
     half = num_steps // 2
     with opened(cluster, config, cache) as session:
         session.train(0, 0, half, 0)
         session.save(scratch / "saved", half, 0)
-    with opened(cluster, config, cache) as session:
+    with opened(cluster, later or config, cache) as session:
         session.restore(Checkpoint.open(scratch / "saved"))
         session.train(0, half, num_steps - half, half)
         return snapshot(session), session.evaluate(num_steps)
