@@ -49,7 +49,7 @@ NET_CALLS = CallSignatures(
     others=USER_FUNCTION,
     others_rule="module:function",
 )
-COMPILERS = ("script", "trace", "inductor", "aot_eager")
+COMPILERS = ("inductor", "aot_eager")
 NETS = NET_CALLS.names
 HISTORY_NETS = ("din", "self_attention", "hstu")  # the elements of NETS that take one column as a history
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
@@ -236,8 +236,7 @@ class DenseSection:
     )
     compile: str = option(
         "none",
-        "Execution backend of dense nets, including the remote net: none for eager mode, script and trace "
-        "for TorchScript, or a backend of torch.compile.",
+        "Execution backend of the local net: none for eager mode, or a backend of torch.compile.",
         choices=("none", *COMPILERS),
     )
     autocast: str = setting(

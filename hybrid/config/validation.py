@@ -216,6 +216,9 @@ def _check_dense(config: RunConfig) -> None:
         for pattern in group.parameters:
             if pattern.startswith("remote.") and not config.dense.remote_mlp:
                 raise ConfigError(key, "names the remote net, but dense.remote_mlp is empty", pattern)
+    if dense.compile != "none" and dense.parallel != "none":
+        key = "several devices in dense.device" if dense.parallel == "replicas" else "dense.tensor_size"
+        raise ConfigError("dense.compile", f"must be none with {key}", dense.compile)
     if dense.tensor_size:
         _check_tensor(dense, config.cluster.trainers)
     elif dense.tensor_plan:
@@ -262,8 +265,6 @@ def _check_tensor(dense: DenseSection, trainers: int) -> None:
     if dense.net_call.name not in NETS and not dense.tensor_plan:
         rule = 'must say how the layers of a custom net are split, such as "head.0 = colwise_gathered"'
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
-    if dense.compile != "none":
-        raise ConfigError("dense.compile", "must be none with dense.tensor_size", dense.compile)
     if dense.optimizer_call[0] in ("Adafactor", "Muon"):
         rule = "needs whole matrices, but with dense.tensor_size each trainer has a slice of them"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)

@@ -26,20 +26,12 @@ class HostedNet(HostedModule):
     """A net for all trainers; their gradients are merged in trainer order into one optimizer step.
 
     Args:
-        net: eager or TorchScript, without buffers, since calls run concurrently.
-        compiled: runs instead of ``net``: a compiled module over the same parameters.
+        net: has no buffers, since calls run concurrently.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        rules: UpdateRules,
-        compiled: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, rules: UpdateRules) -> None:
         super().__init__()
         self.net = net
-        self._module = compiled or net
         self.optimizer = DenseOptimizer(optimizer, rules.schedule)
         self.parameter_list = list(net.parameters())
         self._names = [name for name, _ in net.named_parameters()]
@@ -56,11 +48,11 @@ class HostedNet(HostedModule):
         """Return the output for ``hidden_BH`` with the current parameters."""
         if ticket.purpose is Purpose.PREDICT:
             with torch.no_grad():
-                predicted: Tensor = shadow(self._module, {}).eval()(hidden_BH)
+                predicted: Tensor = shadow(self.net, {}).eval()(hidden_BH)
             return predicted
         parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
         with self.clock.span("remote net", ticket.step):
-            net = shadow(self._module, dict(zip(self.parameter_list, parameters, strict=True))).train()
+            net = shadow(self.net, dict(zip(self.parameter_list, parameters, strict=True))).train()
             output: Tensor = net(hidden_BH)
         return output
 

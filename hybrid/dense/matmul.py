@@ -7,12 +7,10 @@ that. So two custom operators compute the products of a layer. With B samples, F
     gradient of x       grad_BH @ weight_HF            hybrid::linear
     gradient of weight  grad_BH.T @ x_BF               hybrid::weight_gradient
 
-TorchScript and ``torch.compile`` capture operators, but no Python functions.
+``torch.compile`` captures operators, but no Python functions.
 
 A ReLU is not fused into the product: oneDNN's would turn NaN into 0, and hide a non-finite loss.
 """
-
-# No postponed annotations here: TorchScript reads the annotations of forward.
 
 from functools import cache
 from pathlib import Path

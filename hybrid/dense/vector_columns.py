@@ -6,8 +6,6 @@ with zeros, then its number of ids::
     pooled_BE    [ user, 2 values | history, up to 3 of 2 values:  x x | x x | 0 0 | 2.0 | item, 2 values ]
 """
 
-# No postponed annotations here: TorchScript checks those of buffers, as types.
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -2,7 +2,7 @@
 
 Each of the three stages gets its backend, over the parameters of the net::
 
-    "none"      stage
+    "none"      stage, perhaps compiled
     "replicas"  scatter ──► copies of the stage, one per device ──► gather
     "tensor"    samples of the tensor group ──► shards of the stage, one per trainer ──► local samples
 """
@@ -52,16 +52,15 @@ def apply_backend(
     if dense.compile == dense.parallel == "none":
         return placement
     inputs = _inputs(model, blueprint, num_samples=max(2, len(devices)))
-    if dense.compile != "none":
+    if dense.parallel == "none":
         for name, stage in _stages(model):
             setattr(model.stages, name, compiled(stage, dense.compile, inputs[name]))
+        return placement
     if dense.parallel == "replicas":
         for name, stage in _stages(model):
             setattr(model.stages, name, DataParallel(stage, devices))
-    elif dense.parallel == "tensor":
+    else:
         placement = _split(model, dense, devices[0])
-    if dense.parallel == "none":  # compilation has already run the stages
-        return placement
     for name, stage in model.stages.named_children():
         try:
             with evaluating(model):

@@ -10,7 +10,6 @@ from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED, sequence_length
 from hybrid.config.table_sections import table_optimizer, table_placement
 from hybrid.config.validation import table_growth, table_of_column
-from hybrid.dense.compilation import compiled
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
@@ -183,11 +182,4 @@ def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:
     """Create the remote dense net of a run, on the worker that hosts it."""
     net = blueprint.remote_net()
     assert net is not None, "dense.remote_mlp requires a net"
-    compiled_net, mode = None, blueprint.config.dense.compile
-    if mode != "none":
-        first = net[0]
-        assert isinstance(first, nn.Linear)
-        generator = torch.Generator().manual_seed(0)
-        hidden_BH = torch.rand(2, first.in_features, dtype=blueprint.dtype, generator=generator)
-        compiled_net = compiled(net, mode, [hidden_BH.requires_grad_()])
-    return HostedNet(net, blueprint.optimizer(net, is_remote=True), rules, compiled_net)
+    return HostedNet(net, blueprint.optimizer(net, is_remote=True), rules)

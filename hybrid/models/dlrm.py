@@ -8,8 +8,6 @@ Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and 
 Without dense features there is no z_0.
 """
 
-# No postponed annotations here: TorchScript needs the annotations of buffers as types.
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,11 +60,7 @@ class DotInteraction(nn.Module):
 
     def forward(self, bottom_BD: Tensor, pooled_BE: Tensor) -> Tensor:
         vectors_BND = torch.cat([bottom_BD, pooled_BE], dim=1).view(pooled_BE.size(0), *self.vectors_shape)
-        # A scripted module that calls a Python function can be neither saved nor sent.
-        if torch.jit.is_scripting() or torch.jit.is_tracing():
-            dots_BP = torch.bmm(vectors_BND, vectors_BND.mT).flatten(1).index_select(1, self.pairs_P)
-        else:
-            dots_BP = _PairwiseDots.apply(vectors_BND, self.pairs_P, self.pair_of_NN)  # type: ignore[no-untyped-call]
+        dots_BP = _PairwiseDots.apply(vectors_BND, self.pairs_P, self.pair_of_NN)  # type: ignore[no-untyped-call]
         return torch.cat([bottom_BD, dots_BP], dim=1)
 
 

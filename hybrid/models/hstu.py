@@ -87,7 +87,7 @@ class HSTU(nn.Module):
         Raises:
             ValueError: the last item of a history is not within its first ``longest`` positions.
         """
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # the buckets depend on the data
+        if torch.compiler.is_compiling():  # the buckets depend on the data
             return self._padded(history_BTD, is_item_BT)
         lengths_B, order_B = is_item_BT.flip(1).cumsum(1).gt(0).sum(1).sort(stable=True)
         widths = torch.tensor(self.bucket_widths, device=lengths_B.device)

@@ -50,8 +50,7 @@ class Extraction(nn.Module):
             for task, gate in enumerate(self.gates)
         ]
         if self.shared_gate is not None:
-            separate_BNH = torch.cat(separate, dim=1)  # TorchScript cannot unpack a list
-            outputs.append(self.shared_gate(inputs[-1], torch.cat([separate_BNH, shared_BNH], dim=1)))
+            outputs.append(self.shared_gate(inputs[-1], torch.cat([*separate, shared_BNH], dim=1)))
         return outputs
 
 

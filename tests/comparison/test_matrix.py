@@ -39,11 +39,10 @@ CHOICES = {
     "dense_optimizer": ("SGD", "AdamW"),
     "has_many_hosts": (False, True),
     "parallel": ("none", "replicas"),
-    "compile": ("none", "script", "trace"),
     "tasks": ("one", "weighted", "several", "ranked"),
 }
 INDEPENDENT_OF_GROWTH = {
-    *("ddp", "pooled_by", "remote", "schedule", "all_rows", "dense_optimizer", "parallel", "compile", "tasks")
+    *("ddp", "pooled_by", "remote", "schedule", "all_rows", "dense_optimizer", "parallel", "tasks")
 }
 CHOICES_OF_GROWING_TABLES = {
     **{name: values for name, values in CHOICES.items() if name not in INDEPENDENT_OF_GROWTH},
@@ -185,7 +184,7 @@ FURTHER_CASES = [
 ]
 FURTHER_LONG_CASES = [
     SEQUENCES(inputs="uneven", placement="row", optimizer="adagrad"),
-    WEIGHTED_SEQUENCES(net="dlrm", remote=True, compile="script"),
+    WEIGHTED_SEQUENCES(net="dlrm", remote=True, compile="aot_eager"),
     UNEVEN(tasks="weighted", ddp="inside"),
     UNEVEN(update="lookahead", micro_batches=2, tasks="several"),
     UNEVEN(net="mmoe", tasks="several"),

@@ -26,18 +26,17 @@ CASES = [
         tensor_plan=("interaction.layers.0 = colwise_gathered", "head.[04] = colwise", "head.[26] = rowwise"),
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
-    Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
+    Case(parallel="replicas", net="wide_deep", ddp="inside", remote=True),
 ]
 LONG_CASES = [
-    Case(parallel="replicas", net="ple", tasks="several", compile="script"),
+    Case(parallel="replicas", net="ple", tasks="several"),
     Case(remote=True, dtype="float32", remote_mlp=LARGE),
-    Case(parallel="replicas", compile="script", dtype="float32", top_mlp=LARGE),
+    Case(parallel="replicas", dtype="float32", top_mlp=LARGE),
     split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
     split(net="deepfm", ddp="inside", clip_norm=0.2),
     split(net="wide_deep", ddp="none", clip_norm=0.2),
-    Case(parallel="replicas", compile="aot_eager"),
     split(net="ple", tasks="several", ddp="inside", clip_norm=0.2),
-    Case(compile="aot_eager", net="mmoe", tasks="several"),
+    Case(compile="aot_eager", net="mmoe", tasks="several", remote=True),
 ]
 
 

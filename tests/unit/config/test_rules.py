@@ -35,7 +35,7 @@ VALUES = {
     "data.priority": ("w",),
     "data.sparse": ('["u", "u"]', "[]"),
     "data.weighted_metrics": ("true",),
-    "dense.compile": ("jit",),
+    "dense.compile": ("script",),
     "dense.device": ("gpu", "cpu,", "cuda:01"),
     "dense.learning_rate": ("0", "nan", "1" + "0" * 400),
     "dense.net": (
@@ -74,7 +74,8 @@ COMBINATIONS = [
     ("columns.age.pooling=none + columns.age.kind=hour", "columns.age.pooling"),
     ('data.positive_labels=["1", "yes"] + data.negative_labels=yes', "data.negative_labels"),
     ("dense.tensor_size=2 + dense.net=mine:net", "dense.tensor_plan"),
-    ("dense.tensor_size=2 + dense.compile=script", "dense.compile"),
+    ("dense.compile=aot_eager + dense.device=cpu,cpu", "dense.compile"),
+    ("dense.tensor_size=2 + dense.compile=inductor", "dense.compile"),
     ("dense.tensor_size=2 + dense.optimizer=Muon", "dense.optimizer"),
     ("dense.tensor_size=2 + dense.device=cpu,cpu", "dense.device"),
     ("dense_groups.g.parameters=* + dense_groups.g.optimizer_options=lr = 0",

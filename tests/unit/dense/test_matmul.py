@@ -16,7 +16,6 @@ from hybrid.dense.data_parallel import DataParallel
 from hybrid.dense.matmul import Linear, use_onednn, use_torch
 
 SIZE, INPUTS, HIDDEN, OUTPUTS = 300, 128, 256, 192  # both layers are large enough
-FORMS = ["script", "trace", *(pytest.param(how, marks=pytest.mark.long) for how in ("aot_eager", "inductor"))]
 
 
 def layers() -> nn.Sequential:
@@ -151,7 +150,7 @@ def test_layers_keep_tensors_and_names() -> None:
     assert all(net.get_parameter(name) is parameter for name, parameter in before.items())
 
 
-@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_net_computes_the_same_products(how: str, products: list[tuple[int, ...]]) -> None:
     net = by_onednn(layers())
     parameters = [*net.parameters()]

@@ -1,7 +1,6 @@
 """Dense nets of a configuration, built-in and custom: sizes, empty batches, compilation, errors."""
 
 import dataclasses
-import io
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,7 +91,7 @@ def test_net_uses_onednn_where_preferred(
 def _assert_same(
     form: nn.Module, plain: nn.Module, parameters: list[nn.Parameter], inputs: list[Tensor]
 ) -> None:
-    """Check outputs and all gradients; TorchScript rounds some of them differently."""
+    """Check outputs and all gradients."""
     output, expected = form(*inputs), plain(*inputs)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     if not isinstance(plain, nn.Identity):
@@ -100,30 +99,6 @@ def _assert_same(
         found = torch.autograd.grad(output.square().sum(), sources)
         wanted = torch.autograd.grad(expected.square().sum(), sources)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("how", "net_name", "num_dense"),
-    [
-        *(("script", name, 0) for name in MODELS if name not in ("mmoe", "ple")),  # which begin as dcn_v2
-        *((how, name, 2) for how in ("script", "trace") for name in MODELS),
-    ],
-)
-def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense: int) -> None:
-    widths = _widths(net_name)
-    net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
-
-    def inputs(batch_size: int) -> dict[str, list[Tensor]]:
-        dense_BF, pooled_BE = _inputs(batch_size, num_dense, sum(widths))
-        bottom_BH = net.bottom(dense_BF).detach().requires_grad_()
-        hidden_BH = net.interaction(bottom_BH, pooled_BE).detach().requires_grad_()
-        return {"bottom": [dense_BF], "interaction": [bottom_BH, pooled_BE], "head": [hidden_BH]}
-
-    for name, stage in net.named_children():
-        form = compiled(stage, how, inputs(3)[name])
-        torch.jit.save(form, io.BytesIO())  # which refuses Python functions
-        for batch_size in (5, 0, 1):
-            _assert_same(form, stage, list(stage.parameters()), inputs(batch_size)[name])
 
 
 # torch.compile makes an instance of DotInteraction's autograd function, against torch's own rules.

@@ -1,17 +1,16 @@
-"""Replicas of eager, compiled and TorchScript modules, on CPUs and GPUs; modules over other tensors."""
+"""Replicas of eager and TorchScript modules, on CPUs and GPUs; modules over other tensors."""
 
 # No postponed annotations here: TorchScript reads the annotations of script methods.
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.seeded import random, seeded
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 from unit.dense.replicas import (
@@ -471,53 +470,24 @@ class Net(nn.Module):
         return output
 
 
-# torch compiles the call of its own modules, and of others, in different ways.
-NETS = [Net, lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU())]
+def test_hooks_of_the_module_run_in_replicas() -> None:
+    module, seen = Net(), list[Tensor]()
+    module.register_forward_hook(lambda module, args, output: seen.append(output))
+    outputs = [replica(random(4, 3)) for replica in replicate(module, CPUS)]
+    assert list(map(id, seen)) == list(map(id, outputs))
 
 
-def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="aot_eager")
-
-
-# torch hides this warning while it compiles, but not where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-class TestCompiledModules:
-    @pytest.fixture(autouse=True)
-    def reset_compiler(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        counters.clear()
-        yield
-        torch._dynamo.reset()
-
-    @pytest.mark.parametrize("make", NETS)
-    def test_replicas_share_code_that_is_compiled_once(self, make: Callable[[], nn.Module]) -> None:
-        module, plain = seeded(make), seeded(make)
-        net, plain_net = DataParallel(compiled(module), CPUS), DataParallel(plain, CPUS)
-        for step in range(3):
-            x = random(4, 3, seed=step)
-            output, expected = net(x), plain_net(x)
-            assert_close(output, expected)
-            output.square().sum().backward()
-            expected.square().sum().backward()
-            grads = [[p.grad for p in each.parameters()] for each in (module, plain)]
-            assert_close(*grads)
-            assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
-            assert counters["stats"]["unique_graphs"] == 1
-
-    def test_module_keeps_parameters_and_hooks_run(self) -> None:
-        module = compiled(Net())
-        names = [name for name, _ in module.named_parameters()]
-        seen: list[Tensor] = []
-        module.register_forward_hook(lambda module, args, output: seen.append(output))
-        outputs = [replica(random(4, 3)) for replica in replicate(module, CPUS)]
-        assert [name for name, _ in module.named_parameters()] == names
-        assert list(map(id, seen)) == list(map(id, outputs))
-
-    def test_module_compiled_in_place_raises_an_error(self) -> None:
-        module = nn.Sequential(Net())
-        module[0].compile()
-        with pytest.raises(RuntimeError, match=r"^Net\.compile"):
-            shadow(module, {})
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_compiled_module_raises_an_error(is_in_place: bool) -> None:
+    inner: Any = Net()
+    if is_in_place:
+        inner.compile(backend="aot_eager")
+    else:
+        inner = torch.compile(inner, backend="aot_eager")
+    module = nn.Sequential(inner)
+    with pytest.raises(RuntimeError, match=r"^Net is compiled"):
+        replicate(module, CPUS)
+    assert len([*module.parameters()]) == 4
 
 
 def layers() -> nn.Sequential:

@@ -99,9 +99,8 @@ def make_net(call: str) -> DenseNet:
     return build_dense_net(config(call), SPEC, WIDTHS).double()
 
 
-@pytest.mark.parametrize("mode", ["script", "trace"])
 @pytest.mark.parametrize("call", [f"din({HISTORY}, attention_mlp = [5])", *ATTENTIONS])
-def test_net_of_a_history_has_a_vector_of_the_user(call: str, mode: str) -> None:
+def test_net_of_a_history_has_a_vector_of_the_user(call: str) -> None:
     user_BD, seen_BND, item_BD = samples()
     pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
     dense_BF = random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
@@ -127,7 +126,7 @@ def test_net_of_a_history_has_a_vector_of_the_user(call: str, mode: str) -> None
             torch.testing.assert_close(score, net.head(hidden))
     whole = net(dense_BF, pooled_BE)
     inputs = (dense_BF, pooled_BE)
-    stage = compiled(net.interaction, mode, inputs)
+    stage = compiled(net.interaction, "aot_eager", inputs)
     assert torch.equal(net.head(stage(*inputs)), whole)
     assert net(dense_BF[:0], pooled_BE[:0]).shape == (0,)
 
