@@ -251,10 +251,8 @@ class ModuleTables:
         for table in tables:
             of_space[table.address_key].append(table.name)
         self._spaces = {
-            key: AddressSpace([self._locations[name] for name in names]) for key, names in of_space.items()
-        }
-        self._index_in_space = {
-            name: index for names in of_space.values() for index, name in enumerate(names)
+            key: (names, AddressSpace([self._locations[name] for name in names]))
+            for key, names in of_space.items()
         }
 
     def lookup(self, requests: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
@@ -298,11 +296,11 @@ class ModuleTables:
             layout.bags.append((call, route.start(BatchIds(sparse), items)))
         for key, calls in sorted(calls_of_space.items()):
             sizes = [vectors[call][1] for call in calls]
-            space = self._spaces[key]
+            names, space = self._spaces[key]
             addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
             for call, out_L in zip(calls, addresses_L.split(sizes), strict=True):
                 name, bags = requests[call]
-                space.write(bags.ids_L.view(1, -1), self._index_in_space[name], out_L.view(-1, 1))
+                space.write(bags.ids_L.view(1, -1), names.index(name), out_L.view(-1, 1))
             layout.rows.append((calls, sizes, space.request(addresses_L, (sum(sizes), 1, space.dim), items)))
         for worker in items if purpose is not Purpose.PREDICT else ():
             sizes = [bags.num_bags for _, bags in items[worker]]

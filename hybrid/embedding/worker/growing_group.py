@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
@@ -75,7 +74,10 @@ class GrowingGroup(TableGroup):
     def _add_rows(self, block: SavedRows) -> int:
         """Add the stored rows that belong to this shard; return the number of new keys."""
         keys_B = keys_of(block.keys)
-        own = np.flatnonzero(self._is_own(keys_B))
+        buckets_B = bucket_of(keys_B)
+        own = np.flatnonzero(
+            (buckets_B >= self._shard.buckets.start) & (buckets_B < self._shard.buckets.stop)
+        )
         _, backwards = np.unique(keys_B[own][::-1], return_index=True)
         own = own[len(own) - 1 - backwards]  # the last row of each key
         keys_U, stored = keys_B[own], block.read(own)
@@ -99,10 +101,6 @@ class GrowingGroup(TableGroup):
             for name, tensor in tensors.items():
                 assign_rows(tensor, rows, keys.rows[name])
         return self._keys.end - start
-
-    def _is_own(self, keys_B: Ints) -> npt.NDArray[np.bool_]:
-        buckets_B = bucket_of(keys_B)
-        return (buckets_B >= self._shard.buckets.start) & (buckets_B < self._shard.buckets.stop)
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
         keys_U = bags.ids_L.numpy()

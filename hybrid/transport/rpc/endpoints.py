@@ -32,7 +32,7 @@ class ClusterState:
 
     # By class name, constructors with arguments of this process.
     constructors: Mapping[str, partial[Any]] = field(default_factory=dict)
-    # The objects that other processes created here, by number; a failure if a constructor failed.
+    # The objects that other processes created here, by number.
     objects: dict[int, Any] = field(default_factory=dict)
     # On a trainer, the connections to the workers.
     clients: dict[Role, SocketClient] = field(default_factory=dict)
@@ -104,19 +104,14 @@ def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failu
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
     except Exception as error:  # returned as a value
-        running.objects[number] = make_failure(error)
-    return creation_failure(number)
+        return make_failure(error)
+    return None
 
 
-def create_module(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> nn.Module:
-    """Construct the module of a ``RemoteModule``; see :func:`create`."""
-    return nn.Module() if create(number, cls, args) else running.objects[number]
-
-
-def creation_failure(number: int) -> Failure | None:
-    """Return the failure of the constructor of an object; None if the object exists."""
-    created = running.objects[number]
-    return created if isinstance(created, Failure) else None
+def created_module(number: int) -> nn.Module:
+    """Return the module of a ``RemoteModule``; see :func:`create`."""
+    module: nn.Module = running.objects[number]
+    return module
 
 
 def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
@@ -139,4 +134,4 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
 
 # Functions that the socket transport calls. A lookup within distributed autograd is a call by RPC.
 SOCKET_CALLS = (lookup, exchange)
-CALLS = (lookup, echo, process_status, call_net, squared_norm, create, creation_failure, invoke)
+CALLS = (lookup, echo, process_status, call_net, squared_norm, create, invoke)

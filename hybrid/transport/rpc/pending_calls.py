@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -60,22 +60,6 @@ class LostError(ClusterError):
         self.role = role
 
 
-def raise_call_error(role: Role, error: RuntimeError) -> NoReturn:
-    """Raise the error that describes a failed call to ``role``, from the error text of RPC or of a socket.
-
-    Raises:
-        RuntimeError: the call raised an exception; :func:`make_failure` parses the text.
-        ClusterError: the role rejected the call, or this process rejected the response.
-        LostError: no response came within the timeout, or the connection broke.
-    """
-    if parse_exception(str(error)):
-        raise error
-    reason = parse_rejection(str(error))
-    if reason is not None:
-        raise ClusterError(f"a call to {role} failed: {describe_rejection(reason)}") from error
-    raise LostError(role, first_line(error)) from error
-
-
 def make_failure(error: Exception) -> Failure:
     """Convert an exception to a value for the caller; log the traceback if one line may not explain it."""
     is_logged = needs_traceback(error) and not _PEER_ENDED.search(str(error))
@@ -110,11 +94,21 @@ class PendingTensors(Generic[Result]):
         return self._future.done()
 
     def wait(self) -> Result:
-        """Return the response; for errors, see :func:`raise_call_error`."""
+        """Return the response.
+
+        Raises:
+            RuntimeError: the call raised an exception; :func:`make_failure` parses the text.
+            ClusterError: the role rejected the call, or this process rejected the response.
+            LostError: no response came within the timeout, or the connection broke.
+        """
         try:
             response: Result = self._future.wait()
         except RuntimeError as error:
-            raise_call_error(self.role, error)
+            if parse_exception(str(error)):
+                raise
+            if (reason := parse_rejection(str(error))) is None:
+                raise LostError(self.role, first_line(error)) from error
+            raise ClusterError(f"a call to {self.role} failed: {describe_rejection(reason)}") from error
         return response
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -142,7 +136,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the converted response; raise RemoteError, or an error of :func:`raise_call_error`."""
+        """Return the converted response; raise RemoteError, or an error of :meth:`PendingTensors.wait`."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()

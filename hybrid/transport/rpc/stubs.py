@@ -139,14 +139,12 @@ def create(
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
     """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed."""
-    number = secrets.randbits(_NUMBER_BITS)
-    sent = number, cls, args
+    # RemoteModule would report an exception of the constructor at the first use only.
+    number = create(role, cls, *args, timeout_seconds=rpc.constants.UNSET_RPC_TIMEOUT).wait().number
     with addressed_to(role.rpc_name):
-        remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.create_module, sent)  # type: ignore[arg-type]
-    # RemoteModule does not wait for the constructor, and reports its exception at the first use only.
+        remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.created_module, (number,))  # type: ignore[arg-type]
     Pending(role, cast(Future[Any], remote.module_rref._get_future())).wait()
     del remote.module_rref  # the role keeps the module, and torch keeps ``remote`` until a garbage collection
-    Pending(role, _send(role, endpoints.creation_failure, number)).wait()
     return number
 
 

@@ -51,7 +51,7 @@ class Reply:
         return self.is_done
 
     def wait(self) -> Sequence[Tensor]:
-        """Return the tensors; RuntimeError if the call has failed, see :func:`raise_call_error`."""
+        """Return the tensors; RuntimeError if the call has failed, see :meth:`PendingTensors.wait`."""
         if not self.is_done:
             self._client.read_until(self)
         if self._error is not None:
