@@ -3,20 +3,16 @@
 import copy
 import dataclasses
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 
 from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
-from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
 from workers.controller.script_job import ScriptJob
@@ -31,8 +27,6 @@ from workers.run_folder.run_access import RunState
 
 # The heartbeat connection of a lost role closes within this time, and then an error names the role.
 _HEARTBEAT_SECONDS = 1.0
-_POLL_SECONDS = 0.05
-_ABANDON_SECONDS = 1.0
 
 
 def report_cause(
@@ -84,18 +78,14 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             job = Comparison(config, task)
         case ScriptTask():
             job = ScriptJob(config, task)
-    starts_now = isinstance(task, TrainTask | CompareTask) and not config.data.is_stream
     section = config.cluster
     address, port = section.master_endpoint
     with listener or listen(address, port or DEFAULT_PORT) as bound, TerminalView() as view:
-        # The preparation of the data and the rendezvous overlap.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
-        with (
-            _preparation(config, view, starts_now) as data,
-            lead(config, secret, bound, code_of) as cluster,
-        ):
+        with lead(config, secret, bound, code_of) as cluster:
             here, members = filesystem_id(), cluster.members.items()
             folders = SharedFolders([role for role, member in members if member.files != here])
+            data = partial(ensure_prepared, config, view.status)
             try:
                 code = job.run(cluster.topology, data, view, folders)
             except (transport.RemoteError, transport.LostError, LostRoleError) as error:
@@ -115,46 +105,3 @@ def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
         return partial(exit_code, has_stepped=False)
     before = RunState.of(task.folder)
     return lambda error: exit_code(error, RunState.of(task.folder).has_stepped_since(before))
-
-
-@contextmanager
-def _preparation(
-    config: RunConfig, view: TerminalView, starts_now: bool
-) -> Iterator[Callable[[], StoragePath]]:
-    """Prepare the data in a daemon thread, because other threads keep a failed process alive.
-
-    The thread prints nothing, because Python aborts if a daemon thread holds the lock of stdout at exit.
-
-    Yields:
-        A function that returns the folder of the prepared data. It waits, and shows the progress meanwhile.
-    """
-    statuses, folder, is_abandoned = SimpleQueue[str](), Future[StoragePath](), threading.Event()
-
-    def check() -> None:
-        if is_abandoned.is_set():
-            raise ClusterError("the preparation of the data was abandoned, since the run has ended")
-
-    def prepare() -> None:
-        try:
-            folder.set_result(ensure_prepared(config, statuses.put, check))
-        except BaseException as error:  # raised by result
-            folder.set_exception(error)
-
-    def result() -> StoragePath:
-        if thread.ident is None:
-            thread.start()
-        while not folder.done() or not statuses.empty():
-            with suppress(Empty):
-                view.status(statuses.get(timeout=_POLL_SECONDS))
-        return folder.result()
-
-    thread = threading.Thread(target=prepare, name="prepare", daemon=True)
-    if starts_now:
-        thread.start()
-    try:
-        yield result
-    finally:
-        # The thread removes unfinished files. If it is too slow, the next preparation removes them.
-        is_abandoned.set()
-        if thread.ident is not None:
-            thread.join(_ABANDON_SECONDS)
