@@ -23,7 +23,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ from workers.rendezvous.heartbeat import (
 )
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files, choose_interface
 from workers.rendezvous.interrupt import Interrupter, StoppedError, describe_final_error, run_interruptibly
-from workers.rendezvous.rendezvous_server import GO, LATE, MEMBER, STOP, STORE, RendezvousServer
+from workers.rendezvous.rendezvous_server import GO, LATE, STOP, STORE, RendezvousServer
 from workers.rendezvous.secure_channel import Channel, connect
 
 # How long the master of a failed run waits for roles to receive the reason and leave.
@@ -200,7 +199,11 @@ def lead(
         own_address, seconds = MasterAddress(address, port), section.start_timeout_seconds
         with _open_store(partial(connect, own_address, secret, interval, seconds), seconds) as store:
             try:
-                members = _await_members(store, section.topology, seconds)
+                members = rendezvous.await_members(seconds)
+                hosts = {str(role): (each.host, each.network) for role, each in members.items()}
+                store.set(_HOSTS, json.dumps({str(MASTER): (socket.gethostname(), network_id())} | hosts))
+                store.set("run", secrets.token_hex(_RUN_ID_BYTES))
+                store.set(GO, "")
                 cluster = JoinedCluster(MASTER, section.topology, store, members, rendezvous)
                 with _torch_groups(cluster, config, secret, interface, ()):
                     yield cluster
@@ -400,21 +403,3 @@ def await_stop(cluster: JoinedCluster) -> ExitCode:
     while not _is_set_within(cluster.store, STOP, _LONGEST_WAIT):
         pass
     return ExitCode(int(cluster.store.get(STOP)))
-
-
-def _await_members(store: dist.Store, topology: Topology, timeout_seconds: float) -> dict[Role, Registration]:
-    """Wait for all registrations; ClusterError if a role is missing after the timeout."""
-    roles = [*topology.trainers, *topology.workers]
-    deadline = time.monotonic() + timeout_seconds
-    for role in roles:
-        left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-        if not _is_set_within(store, f"{MEMBER}/{role}", left):
-            missing = ", ".join(str(each) for each in roles if not store.check([f"{MEMBER}/{each}"]))
-            limit = f"{timeout_seconds:g} s (cluster.start_timeout_seconds)"
-            raise ClusterError(f"missing after {limit}: {missing}")
-    members = {role: Registration.unpacked(store.get(f"{MEMBER}/{role}")) for role in roles}
-    hosts = {str(role): (each.host, each.network) for role, each in members.items()}
-    store.set(_HOSTS, json.dumps({str(MASTER): (socket.gethostname(), network_id())} | hosts))
-    store.set("run", secrets.token_hex(_RUN_ID_BYTES))
-    store.set(GO, "")
-    return members

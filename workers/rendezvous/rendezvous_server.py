@@ -22,7 +22,7 @@ from hybrid.config.loading import to_toml
 from hybrid.errors import ClusterError, HybridError
 from hybrid.security.rejected_messages import RejectionLog
 from hybrid.security.secret import Secret
-from hybrid.topology import MASTER
+from hybrid.topology import MASTER, Role
 from hybrid.user_code.user_modules import kind_and_text, log_traceback
 from workers.exit_codes import ExitCode, StopMessage, exit_code
 from workers.rendezvous import heartbeat
@@ -32,7 +32,6 @@ from workers.rendezvous.interrupt import EndedRoleError, LostRoleError
 from workers.rendezvous.secure_channel import ChannelError, FrameCipher, MasterChannel, authenticate
 
 GO, STOP = "go", "stop"  # keys for which roles wait, set by the master
-MEMBER = "member"  # prefix of the keys of registrations
 STORE = b"store"  # purpose of a connection that reads and writes keys
 LATE = b"late"
 _DONE = b"done"
@@ -70,6 +69,7 @@ class RendezvousServer:
         end_reason: str = "",
     ) -> None:
         self._listener = listener
+        self._members: dict[Role, Registration] = {}
         self._topology = config.cluster.topology
         # A configuration may have very many keys.
         self._response = heartbeat.ACCEPTED, zlib.compress(to_toml(config).encode())
@@ -84,7 +84,6 @@ class RendezvousServer:
         self._on_signal = on_signal
         self._silent_turns: dict[Registration, int] = {}  # of registered roles that have not left
         self._arriving = 0  # authenticated peers that have not registered yet
-        self._registered: set[str] = set()
         self._failure = b""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -103,12 +102,15 @@ class RendezvousServer:
         self._call_soon(self._stop, message)
         self.await_departures(wait_seconds)
 
-    def await_registrations(self, timeout_seconds: float) -> None:
-        """Wait until every role of the cluster has registered."""
-        names = {str(role) for role in self._topology.roles if role != MASTER}
+    def await_members(self, timeout_seconds: float) -> dict[Role, Registration]:
+        """Wait until every other role has registered; ClusterError if one is missing after the timeout."""
         deadline = time.monotonic() + timeout_seconds
-        while not self._registered.issuperset(names) and time.monotonic() < deadline:
+        while missing := [role for role in self._topology.roles[1:] if role not in self._members]:
+            if time.monotonic() > deadline:
+                limit = f"{timeout_seconds:g} s (cluster.start_timeout_seconds)"
+                raise ClusterError(f"missing after {limit}: {', '.join(map(str, missing))}")
             time.sleep(_POLL_SECONDS)
+        return {role: self._members[role] for role in self._topology.roles[1:]}
 
     def await_departures(self, timeout_seconds: float) -> None:
         """Wait until every role has left or is lost."""
@@ -220,28 +222,27 @@ class RendezvousServer:
                 del self._unauthenticated[address]
         return None
 
-    def _register(self, role: Registration) -> tuple[bytes, ...]:
+    def _register(self, member: Registration) -> tuple[bytes, ...]:
         """Register a role, and return the response for it."""
-        name = role.role
-        # Check this first: a duplicate must not end the run, whatever its versions are.
-        if name in self._registered:
-            return (heartbeat.TAKEN,)
-        if name == str(MASTER) or name not in map(str, self._topology.roles):
+        name = member.role
+        role = next((each for each in self._topology.roles if str(each) == name), MASTER)
+        if role == MASTER:
             return heartbeat.REJECTED, f"there is no {name} in a cluster of {self._topology}".encode()
+        # Check this before the versions: a duplicate must not end the run.
+        if role in self._members:
+            return (heartbeat.TAKEN,)
         versions = own_versions()
-        if versions != role.versions:
+        if versions != member.versions:
             reason = (
-                f"{name} on host {role.host} has {role.versions}, the master on host "
+                f"{name} on host {member.host} has {member.versions}, the master on host "
                 f"{socket.gethostname()} {versions}; install the same on both"
             )
             self._on_failure(HybridError(reason))
             return heartbeat.REJECTED, reason.encode()
-        self._registered.add(name)
-        if self._end_reason:
-            return heartbeat.RUN_ENDED, self._end_reason.encode()
-        self._keys.set(f"{MEMBER}/{name}", role.packed())
-        self._silent_turns[role] = 0
-        return self._response
+        if not self._end_reason:
+            self._silent_turns[member] = 0
+        self._members[role] = member
+        return (heartbeat.RUN_ENDED, self._end_reason.encode()) if self._end_reason else self._response
 
     async def _monitor(self, channel: MasterChannel, role: Registration) -> None:
         """Receive the heartbeats of a role until it leaves; the registration is the first heartbeat."""
@@ -293,7 +294,8 @@ def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
     address, port = config.cluster.master_endpoint
     with listen(address, port or DEFAULT_PORT) as listener:
         with RendezvousServer(listener, secret, config, lambda _: None, end_reason=reason) as server:
-            server.await_registrations(config.cluster.start_timeout_seconds)
+            with suppress(ClusterError):
+                server.await_members(config.cluster.start_timeout_seconds)
 
 
 class KeyValues:
