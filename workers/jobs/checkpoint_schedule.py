@@ -426,9 +426,9 @@ class Checkpoints:
             return
         self._pending = None
         self._await(pending.written)
-        self.run.log_checkpoint(
-            pending.kind, pending.step, pending.seconds_stopped, *pending.written.result()
-        )
+        seconds, num_bytes = pending.written.result()
+        numbers = {"seconds_writing": seconds, "bytes": num_bytes}
+        self.run.log(pending.kind, pending.step, {"seconds_stopped": pending.seconds_stopped, **numbers})
         self.best = pending.best
 
     def _await(self, written: Future[tuple[float, int]]) -> None:

@@ -126,7 +126,7 @@ class Training:
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}
             if unknown and self._step == 0:
-                self._folder.log_evaluation("unknown", self._step, unknown)
+                self._folder.log("unknown", self._step, unknown)
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best, self._step)
             self._train(session, view)
             if not self._is_over(session):
@@ -281,7 +281,7 @@ class Training:
         if not name or not self._is_binary:
             return
         metrics, self._counts.unit = self._counts.unit.metrics(), ProgressiveMetrics()
-        self._folder.log_unit(self._step, name, metrics)
+        self._folder.log("unit", self._step, metrics, unit=name)
         shown = {name: metrics[name] for name in ("auc", "log_loss", "calibration")}
         view.evaluation(name, self._step, shown)
 
@@ -327,7 +327,7 @@ class Training:
                 return None
             predictions += chunk
         metrics = session.metrics(predictions)
-        self._folder.log_evaluation(split, step, metrics)
+        self._folder.log(split, step, metrics)
         return metrics
 
     def _test(self, session: DatasetSession, view: TerminalView) -> bool:

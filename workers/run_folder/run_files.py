@@ -18,7 +18,6 @@ from hybrid.config.data_sections import TEST
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.loggers.record_file import METRICS_FILE, AppendOnlyFile, read_records, write_records
 from hybrid.loggers.run_loggers import FAILED_SECONDS, RunLoggers
-from hybrid.metrics import Metrics
 from hybrid.storage import files
 from hybrid.storage.file_formats import finite, parse_json
 from hybrid.storage.private_files import make_folder
@@ -121,30 +120,19 @@ class RunFolder:
             "samples_per_second": progress.samples_per_second,
             **progress.numbers,
         }
-        self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
+        self.log("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
         fractions = progress.phase_fractions.items()
         self._loggers.log(progress.step, {f"time_share/{phase}": value for phase, value in fractions})
 
-    def log_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        """Append the metrics of the rows of a split after ``step``."""
-        self._append(split, step, metrics)
-
-    def log_unit(self, step: int, name: str, metrics: Metrics) -> None:
-        """Append the progressive metrics of a unit of a stream, which ended at ``step``."""
-        self._append("unit", step, metrics, unit=name)
-
-    def log_checkpoint(
-        self, kind: str, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
-    ) -> None:
-        """Append the checkpoint, or the delta, of ``step``.
+    def log(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
+        """Append a record of ``step``.
 
         Args:
-            kind: "checkpoint" or "delta".
-            seconds_stopped: how long training was paused for it.
-            seconds_writing: how long writing took.
+            kind: "train"; the split of an evaluation; "unit" of a stream; "checkpoint", "delta" or "unknown".
         """
-        numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
-        self._append(kind, step, numbers)
+        with run_write_errors(self._metrics_path):
+            self._metrics.append(kind, step, numbers, **more)
+        self._loggers.log(step, {f"{kind}/{name}": value for name, value in numbers.items()})
 
     def sync(self) -> None:
         """Flush the log to the disk; upload the files of a run in a store."""
@@ -176,11 +164,6 @@ class RunFolder:
                 self._metrics.close()
         finally:
             self._loggers.finish(None, seconds)
-
-    def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
-        with run_write_errors(self._metrics_path):
-            self._metrics.append(kind, step, numbers, **more)
-        self._loggers.log(step, {f"{kind}/{name}": value for name, value in numbers.items()})
 
 
 def read_run(folder: Path, result: Mapping[str, Any] | None = None) -> ReportedRun:

@@ -315,12 +315,12 @@ def test_the_log_waits_for_the_space_of_a_failing_checkpoint(
 
     monkeypatch.setattr("workers.run_folder.run_files.os.write", write_if_room)
     assert eventually(partial.exists, PATIENCE_SECONDS)
-    run.folder.log_evaluation("test", 10, metrics_of(0.5, 0.5))
+    run.folder.log("test", 10, metrics_of(0.5, 0.5))
     assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 1
     assert len(run.warnings) == 1
     partial.mkdir()
     with pytest.raises(HybridError, match=os.strerror(errno.ENOSPC)):  # there is nothing to wait for
-        run.folder.log_evaluation("test", 20, metrics_of(0.5, 0.5))
+        run.folder.log("test", 20, metrics_of(0.5, 0.5))
 
 
 def test_a_failed_removal_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def config_of(*loggers: str) -> RunConfig:
 
 def log(folder: RunFolder, *steps: int) -> None:
     for step in steps:
-        folder.log_evaluation("test", step, {"auc": step / 100, "log_loss": float("nan")})
+        folder.log("test", step, {"auc": step / 100, "log_loss": float("nan")})
 
 
 def test_a_class_of_the_user_gets_all_numbers(tmp_path: Path, user_module: Any) -> None:

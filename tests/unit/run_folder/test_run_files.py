@@ -54,7 +54,7 @@ def test_a_new_run_folder_records_configuration_and_versions(folder: RunFolder) 
 
 def test_each_record_is_written_at_once(folder: RunFolder) -> None:
     folder.log_progress(progress(10, loss=math.inf, score=math.nan))
-    folder.log_evaluation("test", 10, METRICS)
+    folder.log("test", 10, METRICS)
     train, test = _records(folder.path)
     assert (train.pop("kind"), test.pop("kind")) == ("train", "test")
     assert train.pop("time") <= test.pop("time")
@@ -66,7 +66,7 @@ def test_each_record_is_written_at_once(folder: RunFolder) -> None:
 def test_tensorboard_reads_the_same_numbers_and_the_configuration(folder: RunFolder) -> None:
     folder.log_progress(progress(10, score=math.nan))
     folder.log_progress(progress(20, loss=0.25, score=0.75))
-    folder.log_evaluation("test", 20, {**METRICS, "log_loss": 0.375})
+    folder.log("test", 20, {**METRICS, "log_loss": 0.375})
     folder.finish({})
     scalars = _scalars(folder.path)
     assert scalars["train/loss"] == [(10, 0.5), (20, 0.25)]
@@ -85,7 +85,7 @@ def test_a_finished_run_has_a_result_and_a_report(folder: RunFolder, steps: int)
     for step in range(1, steps + 1):
         folder.log_progress(progress(step, score=math.nan))
     if steps:
-        folder.log_evaluation("test", steps, {**METRICS, "auc": math.nan})
+        folder.log("test", steps, {**METRICS, "auc": math.nan})
     folder.finish({"test": {"auc": math.nan}, "steps": steps})
     assert json.loads((folder.path / "result.json").read_text()) == {"test": {"auc": None}, "steps": steps}
     assert folder.report.read_text().count("<svg") == (4 if steps else 0)
@@ -131,7 +131,7 @@ def test_an_evaluation_is_not_logged_twice(tmp_path: Path, is_evaluated: bool) -
     with RunFolder.create(path, CONFIG) as folder:
         for step in (10, 20):
             folder.log_progress(progress(step))
-            folder.log_evaluation("test", step, METRICS)
+            folder.log("test", step, METRICS)
     RunFolder.reopen(path, CONFIG, 20, is_evaluated).close()
     logged = [("train", 10), ("test", 10), ("train", 20), *([("test", 20)] if is_evaluated else [])]
     assert [(record["kind"], record["step"]) for record in _records(path)] == logged

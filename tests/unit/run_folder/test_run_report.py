@@ -58,9 +58,9 @@ def written(path: Path, result: dict[str, object]) -> tuple[str, _Page]:
         for step in range(1, 41):
             numbers = {"item.rows": 9.0, "item.unknown_fraction": 0.25}
             folder.log_progress(progress(step, phase_seconds=PHASES, numbers=numbers))
-        folder.log_evaluation("test", 40, METRICS)
-        folder.log_unit(40, "day=1", METRICS)
-        folder.log_evaluation("unknown", 0, {"user.unknown_fraction": 0.5})
+        folder.log("test", 40, METRICS)
+        folder.log("unit", 40, METRICS, unit="day=1")
+        folder.log("unknown", 0, {"user.unknown_fraction": 0.5})
         folder.write_report(result)
     text = folder.report.read_text()
     page = _Page(text)
@@ -107,7 +107,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
         with RunFolder.create(tmp_path / name, config) as run:
             for step in (1, 2):
                 run.log_progress(progress(step))
-            run.log_evaluation("test", 2, METRICS)
+            run.log("test", 2, METRICS)
             run.finish({**result, "tables": TABLES})
     main(["report", *(str(tmp_path / name) for name in results), "--output", str(tmp_path / "all.html")])
     text = (tmp_path / "all.html").read_text()
