@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -93,12 +93,11 @@ def try_lock(path: Path) -> int | None:
 
 
 @contextmanager
-def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file of a path during a block; call ``check`` repeatedly while waiting for the lock."""
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file of a path during a block; wait for the lock."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK_SUFFIX)
     while (descriptor := try_lock(lock)) is None:
-        check()
         time.sleep(_BUILD_POLL_SECONDS)
     try:
         yield

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -46,7 +46,6 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
-_CHECK_SECONDS = 0.5
 # Estimate of a thread's memory: 64 MiB of text, with up to 16 bytes for each byte of it.
 _MEMORY_PER_THREAD = 1 << 30
 
@@ -58,7 +57,6 @@ class FilesPreparation:
     config: RunConfig  # the file format, and the rules for splits
     folder: Path  # folder of the splits
     report: Callable[[str], None]  # see hybrid.data.prepare.preparation.prepare
-    check: Callable[[], None]  # see hybrid.data.prepare.preparation.prepare
 
     def __post_init__(self) -> None:
         layout = Layout.of(self.config.data, self.config.columns, self.config.tasks)
@@ -217,9 +215,6 @@ class FilesPreparation:
         before = self._fraction
         futures = [self._threads.submit(work, job) for job in jobs]
         for i, future in enumerate(futures):
-            self.check()
-            while wait([future], _CHECK_SECONDS).not_done:
-                self.check()
             result = future.result()
             self._fraction = min(1.0, before + weight * (i + 1) / len(jobs))
             self._advance(0)

@@ -86,12 +86,7 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def prepare(
-    config: RunConfig,
-    cache: Path,
-    report: Callable[[str], None] = ignore_progress,
-    check: Callable[[], None] = lambda: None,
-) -> Path:
+def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = ignore_progress) -> Path:
     """Make sure that the training and test samples of ``config`` are prepared; return their folder.
 
     The name of the folder is a :func:`fingerprint`, and the folder appears atomically. If several processes
@@ -99,7 +94,6 @@ def prepare(
 
     Args:
         report: receives progress, one line at a time.
-        check: called several times a second; an exception from it ends the preparation.
 
     Raises:
         ConfigError: a key does not fit the files.
@@ -110,7 +104,7 @@ def prepare(
     try:
         if _is_prepared(target, report):
             return target
-        with hold_lock(target, check):
+        with hold_lock(target):
             if _is_prepared(target, report):
                 return target
             started = time.monotonic()
@@ -120,7 +114,7 @@ def prepare(
                     reports = _write_synthetic(config, folder, report)
                 else:
                     report(f"preparing {', '.join(file.path for file in chain(*files.values()))}")
-                    reports = _write_files(config, files, folder, report, check)
+                    reports = _write_files(config, files, folder, report)
     except StorageError:  # of the input
         raise
     except OSError as error:
@@ -184,10 +178,9 @@ def _write_files(
     files: dict[str, tuple[InputFile, ...]],
     folder: Path,
     report: Callable[[str], None],
-    check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
     paths = {split: [parse_path(file.path) for file in files[split]] for split in config.data.splits}
-    encoder, reports = FilesPreparation(config, folder, report, check).write(paths)
+    encoder, reports = FilesPreparation(config, folder, report).write(paths)
     names = ", ".join(file.path for file in files[TRAIN])
     for label in reports[TRAIN].labels:
         key = f"tasks.{label.name}" if config.tasks else "data"
@@ -210,21 +203,17 @@ def _write_files(
     return reports
 
 
-def ensure_prepared(
-    config: RunConfig,
-    report: Callable[[str], None] = ignore_progress,
-    check: Callable[[], None] = lambda: None,
-) -> StoragePath:
+def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_progress) -> StoragePath:
     """Prepare the data in ``data.cache_folder``, which may be in a store; see :func:`prepare`."""
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"
         raise ConfigError("data.stream", rule, config.data.stream)
     cache = parse_path(config.data.cache_folder or LOCAL_CACHE)
     if not isinstance(cache, RemotePath):
-        return prepare(config, cache, report, check)
+        return prepare(config, cache, report)
     target = cache / fingerprint(config)
     local = Path(config.data.local_cache_folder or LOCAL_CACHE)
-    with hold_lock(local / f"{target.name}.sending", check):  # one process of this machine sends the data
+    with hold_lock(local / f"{target.name}.sending"):  # one process of this machine sends the data
         with suppress(FileNotFoundError):
             folder = target / storage.read_text(target / _ATTEMPT)
             manifest = DataManifest.read(folder / dataset_manifest.FILE_NAME)
@@ -232,12 +221,12 @@ def ensure_prepared(
                 raise _altered_error(folder / FEATURES)
             report(f"prepared data found in {target}")
             return folder
-        prepared = prepare(config, local, report, check)
+        prepared = prepare(config, local, report)
         report(f"sending the prepared data to {target}")
         # If two masters send at the same time, both folders are complete, and the name written last is valid.
         folder = target / uuid.uuid4().hex
         try:
-            _send(prepared, folder, report, check)
+            _send(prepared, folder, report)
             storage.write_bytes(target / _ATTEMPT, folder.name.encode())
         except BaseException:
             with suppress(OSError):
@@ -266,15 +255,13 @@ def _altered_error(path: RemotePath) -> DataError:
     return DataError(f"{path}: altered since it was prepared; delete its folder")
 
 
-def _send(folder: Path, target: RemotePath, report: Callable[[str], None], check: Callable[[], None]) -> None:
-    """Send a prepared data set to a store; ``check`` is called between blocks."""
+def _send(folder: Path, target: RemotePath, report: Callable[[str], None]) -> None:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     total, done = sum(path.stat().st_size for path in paths), 0
     progress = Progress(report, f"sending {target}")
     for path in paths:
         with storage.open_writer(target / str(path.relative_to(folder))) as file:
             for block in storage.read_blocks(path):
-                check()
                 file.write(block)
                 done += len(block)
                 progress.add(0, done / total)
@@ -289,7 +276,7 @@ def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
     if target.exists():
         return target
     try:
-        with hold_lock(target, lambda: None):
+        with hold_lock(target):
             if not target.exists():
                 with build_directory(target) as folder:
                     _fetch(source, folder)

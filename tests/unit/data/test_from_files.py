@@ -72,7 +72,7 @@ def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
 
 def outcome(config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int) -> Any:
     """Return all prepared content of some files, or the error."""
-    preparation = FilesPreparation(config, folder, ignore_progress, lambda: None)
+    preparation = FilesPreparation(config, folder, ignore_progress)
     try:
         with patch.object(delimited_text, "BLOCK_BYTES", block_bytes):
             encoder, reports = preparation.write({"train": paths, "test": ()})

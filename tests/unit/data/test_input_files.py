@@ -69,12 +69,12 @@ def test_resumed_run_names_the_changed_input(tmp_path: Path) -> None:
 def test_file_that_changes_during_preparation_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv")
 
-    def append() -> None:
+    def append(line: str) -> None:
         with path.open("a") as file:
             file.write("1,00001\n")
 
     with pytest.raises(DataError, match=f"{path}: has changed"):
-        prepare(config_of(path), tmp_path / "cache", check=append)
+        prepare(config_of(path), tmp_path / "cache", append)
     assert not list((tmp_path / "cache").iterdir())
 
 

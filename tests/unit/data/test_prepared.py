@@ -220,12 +220,12 @@ def test_failed_preparation_leaves_nothing(
 ) -> None:
     cache = tmp_path / "cache"
 
-    def check() -> None:
+    def report(line: str) -> None:
         assert list(cache.iterdir())
         raise error
 
     with pytest.raises(DataError, match=message):
-        prepare(config_of(table), cache, check=check)
+        prepare(config_of(table), cache, report)
     assert not list(cache.iterdir())
 
 

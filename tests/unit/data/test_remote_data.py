@@ -64,15 +64,19 @@ def test_data_are_sent_once_and_equal_those_on_disk(
     assert list_entries(there, is_deep=True) == before
 
 
-def test_ended_run_leaves_nothing_in_the_store(there: RemotePath, config: RunConfig) -> None:
-    lines: list[str] = []
-
-    def check() -> None:
-        if lines[-1].startswith("sending") and list_entries(there, is_deep=True):  # there is one to remove
+def test_ended_run_leaves_nothing_in_the_store(
+    there: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_last(path: StoragePath, content: bytes) -> None:
+        if path.name == "attempt.txt":
+            assert list_entries(there, is_deep=True), "there is none to remove"
             raise DataError("the run has ended")
+        write_bytes(path, content)
 
-    with pytest.raises(DataError, match="the run has ended"):
-        ensure_prepared(config, lines.append, check)
+    with monkeypatch.context() as patched:
+        patched.setattr("hybrid.storage.files.write_bytes", write_last)
+        with pytest.raises(DataError, match="the run has ended"):
+            ensure_prepared(config)
     assert list_entries(there, is_deep=True) == []
     assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
@@ -99,20 +103,3 @@ def test_unusable_local_folder_is_reported(tmp_path: Path, there: RemotePath, co
     folder = ensure_prepared(config)
     with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):
         open_split(folder, "train", on_host(config, tmp_path / "train.csv").data)
-
-
-def test_ended_run_does_not_wait_for_the_lock(
-    there: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While one process sends data, another one that has to send them waits, and can be interrupted."""
-
-    def check() -> None:
-        raise DataError("the run has ended")
-
-    def write_last(path: StoragePath, content: bytes) -> None:
-        with pytest.raises(DataError, match="the run has ended"):
-            ensure_prepared(config, check=check)
-        write_bytes(path, content)
-
-    monkeypatch.setattr("hybrid.storage.files.write_bytes", write_last)
-    assert rows_of(open_split(ensure_prepared(config), "train", config.data))

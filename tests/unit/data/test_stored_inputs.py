@@ -120,11 +120,11 @@ def test_rewritten_stored_file_has_another_fingerprint(tmp_path: Path, there: Re
     files.write_bytes(file, text(200, 1).replace("\n1,", "\n0,", 1).encode())
     assert fingerprint(config) != before
 
-    def write_again() -> None:
+    def write_again(line: str) -> None:
         files.write_bytes(file, text(200, 2).encode())
 
     with pytest.raises(DataError, match=f"{file}: has changed"):
-        prepare(config, tmp_path / "cache", check=write_again)
+        prepare(config, tmp_path / "cache", write_again)
     assert not list((tmp_path / "cache").iterdir())
 
 

@@ -14,7 +14,7 @@ from hybrid.storage import locked_folders
 from hybrid.storage.locked_folders import build_directory, hold_lock
 
 
-def refuse() -> None:
+def refuse(seconds: float) -> None:
     raise DataError("the lock is held")
 
 
@@ -27,7 +27,7 @@ def build_and_hang(target: Path) -> int:
     child = os.fork()
     if not child:
         try:
-            with hold_lock(target, refuse), build_directory(target) as folder:
+            with hold_lock(target), build_directory(target) as folder:
                 (folder / "segment").touch()
                 time.sleep(60)
         finally:
@@ -42,15 +42,16 @@ def kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "complete").mkdir()
     x, y, z = (build_and_hang(tmp_path / name) for name in "xyz")
     kill(x)
     kill(y)
     try:
-        with pytest.raises(DataError, match="the lock is held"), hold_lock(tmp_path / "z", refuse):
+        monkeypatch.setattr("hybrid.storage.locked_folders.time.sleep", refuse)
+        with pytest.raises(DataError, match="the lock is held"), hold_lock(tmp_path / "z"):
             pass
-        with hold_lock(tmp_path / "x", refuse), build_directory(tmp_path / "x") as folder:
+        with hold_lock(tmp_path / "x"), build_directory(tmp_path / "x") as folder:
             assert names_in(folder) == set()
             assert names_in(tmp_path) == {"complete", folder.name, "x.lock", ".building-z", "z.lock"}
         assert names_in(tmp_path) == {"complete", "x", ".building-z", "z.lock"}
@@ -65,7 +66,7 @@ def test_links_in_an_unfinished_folder_are_not_followed(tmp_path: Path, inner: s
     link = tmp_path / ".building-x" / inner
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(tmp_path / "mine")
-    with hold_lock(tmp_path / "x", refuse), build_directory(tmp_path / "x") as folder:
+    with hold_lock(tmp_path / "x"), build_directory(tmp_path / "x") as folder:
         assert names_in(folder) == set()
     assert names_in(tmp_path / "mine") == {"kept"}
 
@@ -84,7 +85,8 @@ def test_lock_file_of_an_ended_process_is_not_enough(tmp_path: Path, monkeypatch
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", begin_anew)
-    with pytest.raises(DataError, match="the lock is held"), hold_lock(tmp_path / "x", refuse):
+    monkeypatch.setattr("hybrid.storage.locked_folders.time.sleep", refuse)
+    with pytest.raises(DataError, match="the lock is held"), hold_lock(tmp_path / "x"):
         pass
     assert lock.exists()
     os.close(others[0])
