@@ -5,10 +5,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.csv
 import pytest
 from support.choices import write_choices
 from support.commands import ROOT, code_block, output_of, settings
@@ -103,25 +100,22 @@ def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_pa
 GROUPS, ITEMS = 3, 12
 
 
-def history_columns(num_rows: int) -> dict[str, list[Any]]:
-    """Return rows in which users click on items of groups that they have seen."""
+def write_history(path: Path, num_rows: int) -> None:
+    """Write rows in which users click on items of groups that they have seen."""
     draw = random.Random(1)
-    columns: dict[str, list[Any]] = {name: [] for name in ("clicked", "price", "user", "item", "seen")}
-    for _ in range(num_rows):
-        item, seen = draw.randrange(ITEMS), draw.choices(range(ITEMS), k=draw.randrange(6))
-        is_like = any(each % GROUPS == item % GROUPS for each in seen)
-        clicked = int(draw.random() < (0.9 if is_like else 0.1))
-        row = (clicked, draw.random(), f"u{draw.randrange(9)}", f"i{item}")
-        for name, value in zip(columns, (*row, [f"i{each}" for each in seen]), strict=True):
-            columns[name].append(value)
-    return columns
+    with path.open("w") as file:
+        print("clicked,price,user,item,seen", file=file)
+        for _ in range(num_rows):
+            item, seen = draw.randrange(ITEMS), draw.choices(range(ITEMS), k=draw.randrange(6))
+            is_like = any(each % GROUPS == item % GROUPS for each in seen)
+            clicked = int(draw.random() < (0.9 if is_like else 0.1))
+            row = (clicked, draw.random(), f"u{draw.randrange(9)}", f"i{item}")
+            print(*row, "|".join(f"i{each}" for each in seen), sep=",", file=file)
 
 
 def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     (tmp_path / "clicks.toml").write_text(code_block("docs/models.md", "toml", "history"))
-    columns = history_columns(400)
-    columns["seen"] = ["|".join(seen) for seen in columns["seen"]]
-    pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")
+    write_history(tmp_path / "clicks.csv", 400)
     changed = settings(train={"batch_size": 100, "update": "lookahead"})
     cut = ["--set", "columns.seen.max_ids=3"]
     command = ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"]

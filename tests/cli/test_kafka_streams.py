@@ -87,12 +87,8 @@ def test_timestamps_of_messages_write_deltas(kafka: MockKafka, tmp_path: Path) -
     rng, num_steps = np.random.default_rng(8), 18
     times = 1e9 + np.arange(SENT * num_steps) / 5 + rng.integers(15, size=(4, SENT * num_steps))
     for partition in range(4):
-        kafka.send(
-            "timed",
-            partition,
-            [f"{n % 2},{n % 5},u{n % 9}" for n in range(SENT * num_steps)],
-            times[partition],
-        )
+        rows = [f"{n % 2},{n % 5},u{n % 9}" for n in range(SENT * num_steps)]
+        kafka.send("timed", partition, rows, times[partition])
     largest = np.maximum.accumulate(times.reshape(4, num_steps, SENT).max((0, 2)))
     due = [s + 1 for s in range(1, num_steps) if largest[s] // 20 > largest[s - 1] // 20]
     checkpoint = {"every_steps": 0, "deltas": "every(event_seconds = 20, seconds = 0)"}

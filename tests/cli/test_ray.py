@@ -109,16 +109,9 @@ def job(nodes: RayNodes, folder: Path, *arguments: str) -> Iterator[Job]:
 
 
 def run_settings(epochs: int) -> list[str]:
-    train = {"epochs": epochs, "update": "lookahead"}
-    return [
-        *JOB,
-        *settings(
-            train=train,
-            run={"folder": "run"},
-            data={"cache_folder": "prepared"},
-            checkpoint={"every_steps": 10},
-        ),
-    ]
+    train, checkpoint = {"epochs": epochs, "update": "lookahead"}, {"every_steps": 10}
+    files = settings(run={"folder": "run"}, data={"cache_folder": "prepared"})
+    return [*JOB, *files, *settings(train=train, checkpoint=checkpoint)]
 
 
 def files_with(text: str, folder: Path) -> list[Path]:

@@ -29,15 +29,12 @@ from workers.controller.session import Session
 WORKER = Role(RoleKind.WORKER, 0)
 
 
-def completed(files: Files) -> Call:
+def ended(result: Files | Exception) -> Call:
     future: Future[Files] = Future()
-    future.set_result(files)
-    return Call(future)
-
-
-def failed(error: Exception) -> Call:
-    future: Future[Files] = Future()
-    future.set_exception(error)
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
     return Call(future)
 
 
@@ -48,7 +45,7 @@ def saving(folder: Path, start: Callable[[StoragePath], Sequence[Call]]) -> Held
 
 def test_a_checkpoint_has_the_files_of_all_roles(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-3"
-    manifest = saving(folder, lambda partial: [completed(write_text(partial, n, n)) for n in "ab"]).write()
+    manifest = saving(folder, lambda partial: [ended(write_text(partial, n, n)) for n in "ab"]).write()
     stored = Checkpoint.newest_valid(folder, pytest.fail)
     assert stored.manifest.files == manifest.files
     assert set(manifest.files) == {"a", "b", "note", PROGRESS_FILE}
@@ -103,7 +100,7 @@ def remote(is_self_contained: bool) -> RemoteError:
 )
 def test_nothing_is_left_if_a_role_fails(tmp_path: Path, error: Exception, raised: type[Exception]) -> None:
     def start(partial: StoragePath) -> list[Call]:
-        return [completed(write_text(partial, "a", "a")), failed(error)]
+        return [ended(write_text(partial, "a", "a")), ended(error)]
 
     with pytest.raises(raised):
         saving(tmp_path / "step-3", start).write()
@@ -127,7 +124,7 @@ def test_files_are_removed_after_the_last_role_has_written(
 
         def start(partial: StoragePath) -> list[Call]:
             late = Call(pool.submit(write_late, partial))
-            return [failed(remote(is_self_contained=True)), late] if fails == "role" else [late]
+            return [ended(remote(is_self_contained=True)), late] if fails == "role" else [late]
 
         if fails == "master":
             monkeypatch.setattr("workers.controller.deployment.write_text", fail)
@@ -148,7 +145,7 @@ class RecordingStub:
 
     def call(self, method: object, folder: Path, *_: object, timeout_seconds: float) -> Call:
         self.paths.append(folder)
-        return completed({})
+        return ended({})
 
 
 def test_roles_load_from_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,20 +146,13 @@ def test_evaluate_has_the_metrics_of_all_tasks(tmp_path: Path) -> None:
         cluster.evaluate([])
 
 
-class Users(nn.Module):
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self.user = hybrid.Embedding(num_rows, 2, ids="user")
-        self.head = nn.Linear(2, 1)
-
-
 def test_rows_of_other_values_are_not_loaded(tmp_path: Path) -> None:
     """With another vocabulary, each user would get the vector of another user."""
     for folder, table in (("before", TABLE), ("now", TABLE.replace("u4", "a4"))):
         (tmp_path / folder).mkdir()
         cluster = hybrid.connect(config_of(tmp_path / folder, table=table))
         data, _ = cluster.prepare()
-        cluster.distribute(Users(data.num_rows["user"]))
+        cluster.distribute(Outputs(data.num_rows["user"]))
         if table == TABLE:
             cluster.save(tmp_path / "saved")
             cluster.load(tmp_path / "saved")

@@ -68,10 +68,6 @@ class Net(nn.Module):
         return outputs
 
 
-class Ended(Exception):
-    pass
-
-
 def train(
     root: Path,
     stop: int = -1,
@@ -103,7 +99,7 @@ def train(
             cluster.backward(loss, batch["label.weights"])
             optimizer.step()
             if cluster.step == stop:
-                raise Ended
+                raise SystemExit
     cluster.save(root / f"final-{cluster.step}")
     loaded: Any = hybrid.load(root / f"final-{cluster.step}", Net(stream))
     users = {"user": torch.arange(13), "tags": hybrid.Jagged.of([[]] * 13), "dense": torch.zeros(13, 2)}
@@ -123,12 +119,12 @@ def test_script_that_is_ended_anywhere_loses_and_repeats_no_row(
     assert [len(rows) for rows in expected.values()] == DAYS * [*[BATCH] * (ROWS // BATCH), ROWS % BATCH]
     assert sorted(itertools.chain(*expected.values())) == [*range(100, 100 + DAYS * ROWS)]
     for stop in (2, 7, 8):
-        with pytest.raises(Ended):
+        with pytest.raises(SystemExit):
             train(tmp_path, stop, passes, update=update)
     assert max(train(tmp_path, passes=passes, update=update)[0]) == 13
     (tmp_path / "log/day=1").rename(tmp_path / "gone")
     write_day(tmp_path, DAYS)
-    with pytest.raises(Ended):
+    with pytest.raises(SystemExit):
         train(tmp_path, 17, passes, update=update)
     found, again = train(tmp_path, passes=passes, update=update)
     assert found == {step: rows for step, rows in expected.items() if step >= 15}

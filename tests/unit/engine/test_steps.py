@@ -88,7 +88,4 @@ def test_missing_batches_become_empty_batches() -> None:
         steps = align_batches(batches, empty, group)
         return [(len(each.labels), each.global_size) for each in steps]
 
-    assert together(2, align) == [
-        [(3, 5), (0, 0), (1, 5), (0, 5)],
-        [(2, 5), (0, 0), (4, 5), (5, 5)],
-    ]
+    assert together(2, align) == [[(3, 5), (0, 0), (1, 5), (0, 5)], [(2, 5), (0, 0), (4, 5), (5, 5)]]

@@ -52,9 +52,11 @@ def test_a_file_that_others_may_access_is_rejected(mode: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "value",
-    ["hunter2", "password" * 4, "abcdefghijklmnopqrstuvwxyz012345", "11111111-1111-1111-1111-111111111111"],
+    [LONG[:31], "password" * 4, "abcdefghijklmnopqrstuvwxyz012345", "11111111-1111-1111-1111-111111111111"],
 )
-def test_a_secret_that_can_be_guessed_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_secret_or_one_that_can_be_guessed_is_rejected(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ConfigError, match=f"^{VARIABLE}: ") as raised:
         Secret.find("")

@@ -281,8 +281,7 @@ def test_a_worker_holds_a_hundred_million_keys() -> None:
     """Each key is updated once, and the rows of early and late keys are right."""
     per_step, num_steps = 1_000_000, 100
     table = dataclasses.replace(spec(Growth(), "sgd"), dim=4)
-    host = TableShards(place([table], 1), 0, UpdateRules(1))
-    try:
+    with closing(TableShards(place([table], 1), 0, UpdateRules(1))) as host:
         host.initialize(SEED)
         for step in range(num_steps):
             keys = torch.from_numpy(keys_of_step(step, per_step).view(np.int64))
@@ -295,8 +294,6 @@ def test_a_worker_holds_a_hundred_million_keys() -> None:
             ).wait()
             assert torch.equal(rows, random_rows(keys_U, 4, SEED, "t", 0.5, "uniform") - 0.1)
         assert host.take_counts()["t"]["rows"] == per_step * num_steps
-    finally:
-        host.close()
 
 
 def keys_of_step(step: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

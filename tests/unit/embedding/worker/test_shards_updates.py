@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ class TestDecided:
     def test_the_norm_covers_all_groups(self) -> None:
         """Tables of different widths are in different groups."""
         tables = [*specs(), dataclasses.replace(specs(dim=5)[0], name="w", features=("w",))]
-        host = TableShards(place(tables, 1), 0, dataclasses.replace(RULES, check_finite=False))
-        try:
+        rules = dataclasses.replace(RULES, check_finite=False)
+        with closing(TableShards(place(tables, 1), 0, rules)) as host:
             host.initialize(7)
             assert len(host.groups) == 2
             items = [(group, Bags(torch.tensor([1, 1]))) for group in range(2)]
@@ -57,8 +57,6 @@ class TestDecided:
             assert host.barrier.squared_norm(0).wait() == pytest.approx(4 * 3 + 4 * 5)
             host.barrier.set_scale(0, None)
             host.barrier.drain()
-        finally:
-            host.close()
 
 
 @pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
