@@ -1,29 +1,36 @@
-"""Configuration files and overrides: accepted and refused ones, and the TOML that is written."""
+"""Configuration files, sections and overrides: accepted, refused and hostile ones, and the written TOML."""
 
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 from support.commands import ROOT
+from support.hostile import check_line
 
 from hybrid.config import (
+    ColumnSection,
     DataSection,
     DenseSection,
     RunConfig,
     RunSection,
     TableSection,
+    TaskSection,
     TrainSection,
 )
 from hybrid.config.loading import (
     apply_settings,
     describe,
+    fixed_values,
     json_schema,
     load_config,
     read_toml_text,
     to_toml,
+    validate,
 )
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
+from hybrid.config.task_sections import main_metric, metric_name, shown_metrics
 from hybrid.errors import ConfigError
 
 
@@ -134,13 +141,12 @@ def test_a_stored_configuration_with_an_unknown_key_is_refused(text: str, tmp_pa
 FULL = RunConfig(
     run=RunSection(name='quoted "π" \\ \x00\x1f\x7f\n𝄞', folder="runs/a b"),
     data=DataSection(
-        format="csv",
-        path=("x.csv",),
-        sparse=("user",),
-        dense=("age",),
-        delimiter="\t",
-        missing=("", "?", "n/a"),
+        format="csv", path=("x",), sparse=("age", "who.what"), delimiter="\t", missing=("", "?", "n/a")
     ),
+    columns={
+        "age": ColumnSection(kind="buckets(18.0, 25.5)"),
+        "who.what": ColumnSection(kind="cross", source=("a", "b")),
+    },
     dense=DenseSection(top_mlp=(), learning_rate=1e-300),
     train=TrainSection(eval_every_steps=7),
     tables={
@@ -224,5 +230,107 @@ def test_reference_page_is_current() -> None:
     ids=lambda text: text[:10],
 )
 def test_deep_nesting_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/run.toml: is nested"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/run.toml: .*nested"):
         _load(tmp_path, text)
+
+
+KEYS = [f"{section}.{key}" for section, keys in SECTION_KEYS.items() for key in keys]
+HOSTILE = [
+    "",
+    "-1",
+    "1e999",
+    "nan",
+    "true",
+    "[1, 'a']",
+    "{a = 1}",
+    '"',
+    "9" * 400,
+    "1979-05-27",
+    "a.b:c",
+    "\x00",
+]
+VALUES = st.one_of(
+    st.sampled_from(HOSTILE), st.text(max_size=8), st.integers().map(str), st.floats().map(str)
+)
+OTHER_KEYS = ("tables.C1.dim", "tables..dim", "columns.C1.bounds", "dense_groups.g.parameters", "run", "")
+OTHER_SECTIONS = ("tables.C1", "columns.C1", "dense_groups.g", "nothing", "tables")
+OVERRIDES = st.builds("{}={}".format, st.sampled_from([*KEYS, *OTHER_KEYS]), VALUES)
+LINES = st.one_of(
+    st.sampled_from([*SECTION_KEYS, *OTHER_SECTIONS]).map("[{}]".format),
+    st.builds("{} = {}".format, st.sampled_from([key.partition(".")[2] for key in KEYS]), VALUES),
+    st.text(max_size=20),
+)
+
+
+@settings(
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    st.one_of(
+        st.tuples(st.lists(LINES, max_size=8), st.just([])),
+        st.tuples(st.just([]), st.lists(OVERRIDES, max_size=4)),
+    )
+)
+def test_file_and_overrides_are_read_or_refused_in_one_line(
+    tmp_path: Path, given: tuple[list[str], list[str]]
+) -> None:
+    lines, overrides = given
+    path = tmp_path / "config.toml"
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        check_line(error)
+    else:
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert load_config(path) == config
+
+
+CLICK = TaskSection()
+SPENT = TaskSection(type="regression")
+
+
+def test_columns_of_custom_batches_may_be_sequences() -> None:
+    """The format of such a run is synthetic, the default."""
+    config = load_config(None, ["columns.tags.pooling=none", "columns.tags.max_ids=5"])
+    assert config.columns["tags"] == ColumnSection(pooling="none", max_ids=5)
+
+
+def test_label_column_is_only_task_without_sections() -> None:
+    config = RunConfig(data=DataSection(label="clicked"))
+    assert config.all_tasks == {"label": TaskSection(label="clicked")}
+    assert (config.num_outputs, config.best_by) == (1, "auc")
+
+
+def test_tasks_are_in_file_order(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[tasks.spent]\ntype = "regression"\n[tasks.click]\nlabel = "clicked"\nweight = 2\n')
+    config = load_config(path, ["tasks.spent.loss=huber"])
+    assert list(config.all_tasks) == ["spent", "click"]
+    spent, click = config.all_tasks.values()
+    assert (spent.label, spent.loss_call.name) == ("spent", "huber")
+    assert (click.label, click.loss_call.name) == ("clicked", "log_loss")
+    path.write_text(to_toml(config))
+    assert load_config(path) == config
+
+
+def test_metric_names_begin_with_task_if_several() -> None:
+    one, several = {"spent": SPENT}, {"spent": SPENT, "click": TaskSection(metrics=("ndcg@5", "my.mod:lift"))}
+    assert (main_metric(one), main_metric(several)) == ("rmse", "spent.rmse")
+    assert metric_name(several, "click", "auc") == "click.auc"
+    assert shown_metrics(one) == ["rmse", "mae"]
+    assert shown_metrics(several)[-2:] == ["click.ndcg@5", "click.lift"]
+
+
+def test_ranking_loss_is_known_and_fixed() -> None:
+    ranked = TaskSection(type="regression", ranking_loss="listwise")
+    assert not RunConfig(tasks={"a": CLICK, "b": SPENT}).has_ranking_loss
+    assert RunConfig(tasks={"a": CLICK, "b": ranked}).has_ranking_loss
+    config = RunConfig(data=DataSection(group="user"), tasks={"b": ranked})
+    validate(config)
+    kept = fixed_values(config)
+    assert kept["tasks.b.ranking_loss"] == "listwise"  # since it decides which rows a step has
+    assert "tasks.b.ranking_share" not in kept

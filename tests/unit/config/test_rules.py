@@ -34,6 +34,8 @@ VALUES = {
     "data.path": ("a,b", "[1]", "[]"),
     "data.priority": ("w",),
     "data.sparse": ('["u", "u"]', "[]"),
+    "data.split": ("time", "random(user)", 'time(w, column = "v")'),
+    "data.validation": ("path()",),
     "data.weighted_metrics": ("true",),
     "dense.compile": ("script",),
     "dense.device": ("gpu", "cpu,", "cuda:01"),
@@ -73,6 +75,7 @@ COMBINATIONS = [
     ("columns.age.pooling=none", "columns.age.max_ids"),
     ("columns.age.pooling=none + columns.age.kind=hour", "columns.age.pooling"),
     ('data.positive_labels=["1", "yes"] + data.negative_labels=yes', "data.negative_labels"),
+    ("data.split=time(w) + data.test_path=b.csv", "data.split"),
     ("dense.tensor_size=2 + dense.net=mine:net", "dense.tensor_plan"),
     ("dense.compile=aot_eager + dense.device=cpu,cpu", "dense.compile"),
     ("dense.tensor_size=2 + dense.compile=inductor", "dense.compile"),
@@ -136,6 +139,16 @@ OF_STREAMS = [
     ("schedule.kind=cosine", "schedule.kind"),
     ("data.shuffle=lanes", "data.shuffle"),
 ]
+KAFKA = [*STREAM, 'data.columns=["label", "price", "user"]', "data.path=[]", "data.shuffle=none"]
+KAFKA += ["data.stream=kafka(brokers = 'a:1', topic = 'b')"]
+OF_KAFKA = [
+    ("data.format=parquet", "data.format"),
+    ("data.path=log", "data.path"),
+    ("data.columns=[]", "data.columns"),
+    ("train.epochs=2", "train.epochs"),
+    ("data.stream=kafka(brokers = 'a:1', topic = 'b', wait_hours = 0)", "data.stream"),
+    ("data.stream=kafka(brokers = 'a:1')", "data.stream"),
+]
 CHOICES = [*DATA, "data.dense=[]", "tasks.s.type=retrieval(user)", "dense.net=two_towers"]
 OF_CHOICES = [
     *((f"tasks.s.loss={loss}", "tasks.s.loss") for loss in ("log_loss", "m:loss")),
@@ -161,6 +174,7 @@ OF_CHOICES = [
         *(([], *row) for row in SYNTHETIC),
         *((GROWING, *row) for row in OF_GROWING),
         *((STREAM, *row) for row in OF_STREAMS),
+        *((KAFKA, *row) for row in OF_KAFKA),
         *((CHOICES, *row) for row in OF_CHOICES),
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -91,7 +91,7 @@ def test_reading_error_is_raised_with_its_batch() -> None:
 
     stream = stream_of(read, 10, depth=5)
     assert [next(stream).sparse_features.ids_L.item() for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(OSError, match="disk"):
         next(stream)
     assert list(stream) == []
     stream.close()
@@ -287,7 +287,7 @@ def test_batches_have_the_group_totals_of_the_step(tmp_path: Path) -> None:
         assert next(stream).total_groups is None
 
 
-def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
+def test_groups_and_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     dataset, test = prepared(config_of(tmp_path), tmp_path / "cache")
     BatchLoader(dataset, batch_size=4, by_group=True)
     message = r"data\.group has 4 .*train\.batch_size"
@@ -301,15 +301,8 @@ def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         check_ranking_losses(ranked, dataset, batch_size=3)
     check_ranking_losses(TASKS, dataset, batch_size=3)
-
-
-def test_negative_labels_of_a_listwise_loss_are_refused(tmp_path: Path) -> None:
-    dataset, _ = prepared(config_of(tmp_path), tmp_path / "cache")
-
-    def check(loss: str) -> None:
-        spent = TaskSection(type="regression", ranking_loss=loss)
-        check_ranking_losses({**TASKS, "spent": spent}, dataset, batch_size=9)
-
-    check("pairwise")
-    with pytest.raises(ConfigError, match=r"^tasks\.spent\.ranking_loss = 'listwise': .* has -3; "):
-        check("listwise")
+    for loss, is_refused in (("pairwise", False), ("listwise", True)):  # a label is negative
+        tasks = {**TASKS, "spent": TaskSection(type="regression", ranking_loss=loss)}
+        refused = pytest.raises(ConfigError, match=r"^tasks\.spent\.ranking_loss = .* -3; ")
+        with refused if is_refused else nullcontext():
+            check_ranking_losses(tasks, dataset, batch_size=9)

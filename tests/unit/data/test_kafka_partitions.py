@@ -168,6 +168,8 @@ def test_topic_that_does_not_fit_is_refused(kafka: MockKafka) -> None:
     topic, unit, encoder = opened(config)
     with pytest.raises(DataError, match="absent"):
         Topic(configure(kafka, "absent"))
+    with pytest.raises(ConfigError, match=r"^data\.dense = "):
+        check_columns(configure(kafka, "fits", 'data.dense = ["absent"]'))
     for key, value in (("cluster.trainers", 5), ("train.batch_size", 3)):
         with pytest.raises(ConfigError, match="fits") as caught:
             Topic(configure(kafka, "fits", f"{key} = {value}"))
@@ -196,21 +198,3 @@ def test_properties_of_a_file_reach_the_client(kafka: MockKafka, tmp_path: Path)
                 with pytest.raises(ConfigError, match=rf"{file}.*{key}") as caught:
                     use()
                 assert "a secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("data.format", '"parquet"'),
-        ("data.path", '["log"]'),
-        ("data.columns", "[]"),
-        ("train.epochs", "2"),
-        ("data.stream", "\"kafka(brokers = 'a:1', topic = 'b', wait_hours = 0)\""),
-        ("data.stream", "\"kafka(brokers = 'a:1')\""),
-        ("data.dense", '["absent"]'),
-    ],
-)
-def test_configuration_that_does_not_fit_is_refused(kafka: MockKafka, key: str, value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_columns(configure(kafka, "any", f"{key} = {value}"))
-    assert caught.value.key == key

@@ -1,29 +1,39 @@
-"""Prepared data sets: prepared once, atomically, and gathered at random."""
+"""Prepared data sets: prepared once, atomically; held-out rows, unknown values, and gathering at random."""
 
+import dataclasses
 import itertools
 import json
 import os
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.choices import choices_config
 from support.samples import csv_config, prepared, whole, write, write_cities
 from support.trained import texts_of
 
-from hybrid.config import DataSection, RunConfig, RunSection, TableSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, TableSection
+from hybrid.config.loading import validate
 from hybrid.data.dataset import dataset_manifest
+from hybrid.data.dataset.dataset_manifest import DatasetReport, LabelReport
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.input_files import compute_sampled_checksum
-from hybrid.data.prepare.preparation import prepare
-from hybrid.errors import DataError
+from hybrid.data.prepare import stages
+from hybrid.data.prepare.preparation import fingerprint, prepare
+from hybrid.data.values.invalid_rows import InvalidRowReport
+from hybrid.errors import ConfigError, DataError
+from workers.console.messages import data_notes, unknown_fractions
 
 NUM_ROWS = 1000
 config_of = partial(csv_config, dense=("x",), sparse=("city", "tags"))
@@ -69,17 +79,6 @@ def test_holdout_depends_on_the_seed(tmp_path: Path, table: Path) -> None:
         assert whole(test).dense_features[:, 0].tolist() == test.source_rows.tolist()
         splits.append(test.source_rows.tolist())
     assert splits[0] != splits[1]
-
-
-def test_encoder_is_fitted_on_training_rows_only(tmp_path: Path) -> None:
-    rows = "".join(f"{i % 2},{i},v{i}\n" for i in range(200))
-    path = write(tmp_path / "train.csv", f"label,x,city\n{rows}")
-    train, test = prepared(config_of(path, sparse=("city",), split="random(0.3)"), tmp_path / "cache")
-    assert not whole(test).sparse_features.ids_L.any()
-    dense, sparse, *_ = whole(train)
-    assert sorted(sparse.ids_L) == list(range(1, train.num_samples + 1))
-    assert dense.mean().item() == pytest.approx(0, abs=1e-6)
-    assert dense.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
 
 def test_prepared_data_are_reused_until_something_changes(
@@ -144,7 +143,7 @@ def test_invalid_data_sets_are_refused(tmp_path: Path, table: Path) -> None:
         PreparedDataset(folder, "train")
     PreparedDataset(folder, "test")
     (folder / dataset_manifest.FILE_NAME).write_text('{"format": 0}')
-    with pytest.raises(DataError, match="made by another version"):
+    with pytest.raises(DataError, match=dataset_manifest.FILE_NAME):
         PreparedDataset(folder, "train")
 
 
@@ -246,3 +245,162 @@ def test_ids_are_counted_where_samples_have_a_weight(label: str, tmp_path: Path)
     assert values is not None
     assert dict(zip(values, counts_I[1:].tolist(), strict=True)) == expected
     assert not counts_I[0]
+
+
+NUM_LOGGED = 600
+
+
+def rows_of(path: Path, **keys: Any) -> tuple[list[int], list[int]]:
+    """Return the training rows and the test rows of a file."""
+    config = csv_config(path, sparse=("item",), **keys)
+    validate(config)
+    train, test = prepared(config, path.parent / "cache")
+    return train.source_rows.tolist(), test.source_rows.tolist()
+
+
+def log(path: Path, when: list[str]) -> Path:
+    draw = random.Random(0)
+    rows = [f"{i % 2},i{i % 7},u{draw.randrange(60)},{at}\n" for i, at in enumerate(when)]
+    return write(path, "label,item,user,when\n" + "".join(rows))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "dates", "times"])
+def test_split_by_time_holds_out_the_latest_rows(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = np.random.default_rng(1).permutation(NUM_LOGGED)
+    when = {
+        "numbers": [f"{1.5e9 + number}" for number in order],
+        "dates": [str(np.datetime64("2023-12-01") + number) for number in order],
+        "times": [str(np.datetime64("2023-12-31T23:00:00") + 60 * number) for number in order],
+    }[kind]
+    path = log(tmp_path / "a.csv", when)
+    train, test = rows_of(path, split="time(when, fraction = 0.2)")
+    assert sorted(order[test]) == list(range(NUM_LOGGED * 8 // 10, NUM_LOGGED))
+    assert sorted(order[train]) == list(range(NUM_LOGGED * 8 // 10))
+    monkeypatch.setattr(stages, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
+    _, sampled = rows_of(path, split="time(when, fraction = 0.2)", numeric_scaling="none")
+    assert sorted(order[sampled]) == list(range(NUM_LOGGED - len(sampled), NUM_LOGGED))
+    assert 0.1 < len(sampled) / NUM_LOGGED < 0.3
+
+
+@pytest.mark.parametrize("by", ["random", "column", "time"])
+def test_validation_rows_are_held_out_from_training(tmp_path: Path, by: str) -> None:
+    path = log(tmp_path / "a.csv", [str(i) for i in range(NUM_LOGGED)])
+    column = {"random": "", "column": "user, ", "time": "when, "}[by]
+    split = f"{by}({column}fraction = 0.25)"
+    keys = {"dense": ("number",), "sparse": ("item", "when"), "split": split, "validation": split}
+    config = csv_config(path, **keys).replace(columns={"number": ColumnSection(source=("when",))})
+    validate(config)
+    folder = prepare(config, tmp_path / "cache")
+    opened = [PreparedDataset(folder, split) for split in ("train", "validation", "test")]
+    train, validation, test = (dataset.source_rows.tolist() for dataset in opened)
+    assert test == rows_of(path, split=split)[1]
+    assert sorted(train + validation + test) == list(range(NUM_LOGGED))
+    assert all(0.1 < len(rows) / NUM_LOGGED < 0.4 for rows in (validation, test))
+    if by == "time":
+        assert max(train) < min(validation) <= max(validation) < min(test)
+    if by == "column":
+        users = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
+        of_train, of_validation, of_test = ({users[i] for i in rows} for rows in (train, validation, test))
+        assert not of_train & of_validation | of_test & (of_train | of_validation)
+    # The encoder is fitted on the training rows; the vocabulary has a further row for unknown values.
+    assert opened[0].input_spec.sparse_features[1].num_rows == len(train) + 1
+    numbers = whole(opened[0]).dense_features
+    assert numbers.mean().item() == pytest.approx(0, abs=1e-6)
+    assert numbers.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_validation_files_are_read_as_test_files_are(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.csv", ["0"] * NUM_LOGGED)
+    other = write(tmp_path / "b.csv", "label,item,when\n1,i0,5\n0,new,soon\n")
+    config = csv_config(path, sparse=("item",), split="time(when)", validation=f"path({other})")
+    validate(config)
+    folder = prepare(config, tmp_path / "cache")
+    assert PreparedDataset(folder, "validation").source_rows.tolist() == [0, 1]
+    data = dataclasses.replace(config.data, validation=f'path("{tmp_path}/./b.csv")')
+    assert fingerprint(config.replace(data=data)) == folder.name
+    with pytest.raises(ConfigError, match=rf"^data\.validation = '{path}': "):
+        rows_of(path, validation=f"path({path})")
+
+
+def test_split_by_a_list_column_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": [0, 1], "item": ["a", "b"], "user": [["a"], ["b"]]}), path)
+    config = csv_config(path, sparse=("item",), split="column(user)")
+    config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
+    with pytest.raises(ConfigError, match=r"^data\.split = 'user': "):
+        prepared(config, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["split", "validation"])
+def test_unknown_column_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.{key} = 'usr': "):
+        rows_of(log(tmp_path / "a.csv", ["0"] * 20), **{key: "column(usr)"})
+
+
+ROWS = [(i % 2, f"c{i % 4}", "|".join(["a", f"t{i}"][: i % 3])) for i in range(60)]
+
+
+def write_tags(path: Path, rows: list[tuple[int, str, str]]) -> Path:
+    path.write_text("label,city,tags\n" + "".join(f"{label},{city},{tags}\n" for label, city, tags in rows))
+    return path
+
+
+def report_of(tmp_path: Path, rows: list[tuple[int, str, str]], minimum: int = 1) -> DatasetReport:
+    config = csv_config(
+        write_tags(tmp_path / "train.csv", ROWS),
+        sparse=("city", "tags"),
+        multi_hot_separator="|",
+        test_path=(str(write_tags(tmp_path / "new.csv", rows)),),
+        vocabulary=f"build({minimum})",
+    )
+    return prepared(config, tmp_path / "cache")[1].report
+
+
+def test_unknown_values_are_counted_by_column(tmp_path: Path) -> None:
+    rows = [(1, "c0", ""), (0, "nowhere", "a|new|newer"), (0, "", "a"), (1, "?", "|")]
+    city, tags = report_of(tmp_path, rows).unknown
+    assert (city.name, city.count, city.num_values, city.fraction) == ("city", 1, 2, 0.5)
+    assert (tags.name, tags.count, tags.num_values, tags.fraction) == ("tags", 2, 4, 0.5)
+
+
+@pytest.mark.parametrize(("minimum", "expected"), [(1, 20 / 60), (2, 20 / 60), (40, 1.0)])
+def test_expected_unknown_fraction(tmp_path: Path, minimum: int, expected: float) -> None:
+    """20 rows have only the tag "a", and 20 rows have "a" and a distinct tag."""
+    city, tags = report_of(tmp_path, ROWS[1:], minimum).unknown
+    assert city.expected == (minimum > 15)
+    assert tags.expected == pytest.approx(expected)
+
+
+def test_excess_of_unknown_values_is_a_warning(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [(label, f"city-{city}", tags) for label, city, tags in ROWS])
+    (note,) = data_notes(report)
+    assert note.startswith("warning: ")
+    assert "100% of city (0% expected)" in note
+    assert unknown_fractions(report.unknown) == "city 100.00%"
+    assert report.unknown[1].count == 0
+
+
+def test_several_ids_in_a_column_of_one_are_a_warning(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [(1, "c0|c0", "a"), (0, "c0|c1", "a"), (0, "c1", "a")])
+    (note,) = data_notes(report)
+    assert "2 row(s)" in note
+    assert "columns.city.multi_hot_separator" in note
+
+
+def test_split_by_time_gives_no_warning(tmp_path: Path) -> None:
+    rows = "".join(f"{i % 2},{'new' if i > 90 else 'old'}{i % 3},{i}\n" for i in range(120))
+    (tmp_path / "a.csv").write_text(f"label,item,day\n{rows}")
+    config = csv_config(tmp_path / "a.csv", sparse=("item",), split="random(0.25)")
+    data = dataclasses.replace(config.data, split="time(day, fraction = 0.25)")
+    _, test = prepared(config.replace(data=data), tmp_path / "cache")
+    assert (test.report.unknown[0].fraction, test.report.unknown[0].expected) == (29 / 30, None)
+    assert not list(data_notes(test.report))
+
+
+def test_undefined_auc_is_reported() -> None:
+    report = DatasetReport(9, (LabelReport("label", "binary", 9, 1.0, 1, 1),), InvalidRowReport({}, ()))
+    assert list(data_notes(report)) == ["all 9 evaluated rows have label 1: AUC is undefined for them"]
+    report = DatasetReport(2, (LabelReport("label", "binary", 2, 0.5, 0, 1),), InvalidRowReport({}, ()))
+    assert not list(data_notes(report))

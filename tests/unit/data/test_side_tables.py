@@ -194,12 +194,6 @@ def test_unit_has_the_side_tables_of_its_start_or_of_the_resume(folder: Path) ->
         read(config, encoder, resumed.unit)
 
 
-def test_keys_without_any_row_are_an_error(folder: Path) -> None:
-    write_rows(folder / "items.csv", [{**row, "id": f"x{row['id']}"} for row in ITEMS])
-    with pytest.raises(DataError, match=r"items\.csv.*data\.joins"):
-        prepare(configure(folder, "log.csv", "csv"), folder / "cache")
-
-
 def test_a_user_tower_gets_no_properties_of_the_chosen_item(tmp_path: Path) -> None:
     (tmp_path / "side.csv").write_text("key,genre\ni1,a\n")
     for key in ("user", "item"):
@@ -277,6 +271,7 @@ HEAD, ROW = "id,brand,price,genres,country\n", "1,a,1,x,A\n"
         (HEAD.replace("country", "item") + ROW, ITEM, "data.joins = 'item': .*items"),
         (f"{HEAD}{ROW}", ITEM.replace('"item"', '"itme"'), r"data.joins = 'itme': \S*log.csv .*'item'"),
         (HEAD, ITEM.replace("items", "nowhere"), r"nowhere: .*data\.joins"),
+        (f"{HEAD}x1,a,1,x,A\n", ITEM, r"none .*'x1'.*data\.joins"),  # no key of the log
         (None, ITEM, "data.joins = 'brand': .*more"),  # a column of two side tables
     ],
     ids=str,

@@ -1,8 +1,11 @@
-"""Files to parsed rows: formats, missing values, invalid rows and their messages."""
+"""Files to parsed rows: formats, missing values, invalid rows with their messages, and hostile files."""
 
 import bz2
 import dataclasses
 import gzip
+import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.samples import located, read, write
+from hypothesis import HealthCheck, example, given, settings, strategies as st
+from support.commands import ROOT
+from support.hostile import LAYOUTS, TOKENS, read_hostile
+from support.samples import fit, located, read, write
 
-from hybrid.config import DataSection, RunConfig
+from hybrid.config import ColumnSection, DataSection, RunConfig
+from hybrid.data.parse import parquet_blocks
 from hybrid.data.parse.column_check import check_columns
+from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import list_files
+from hybrid.data.parse.sources import read_blocks
 from hybrid.data.values import invalid_rows
+from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import ConfigError, DataError
 
 CSV = DataSection(
@@ -81,16 +91,16 @@ def test_every_kind_of_invalid_row_is_counted_and_located(
 def test_too_many_invalid_rows_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n" * 8 + "1\n2\n")
     read(edit(max_invalid_fraction=0.2), path)
-    with pytest.raises(DataError, match=r"2 of 10 .*a\.csv:9: 1 col"):
+    with pytest.raises(DataError, match=r"2 of 10 .*a\.csv:9: "):
         read(edit(max_invalid_fraction=0.1), path)
 
 
 def test_file_without_valid_rows_is_an_error(tmp_path: Path) -> None:
     narrow = write(tmp_path / "narrow.csv", "1;1;1;a\n0;1;1;b\n")
-    with pytest.raises(DataError, match=rf"^{narrow}: no valid row .*line 1: 1 column, .*data\.delimiter$"):
+    with pytest.raises(DataError, match=rf"^{narrow}: .*line 1: .*data\.delimiter$"):
         read(CSV, write(tmp_path / "a.csv", "1,1\n0,1,1,b\n"), narrow)
     income = write(tmp_path / "income.csv", ">50K,1,1,a\n" * 20_000)
-    with pytest.raises(DataError, match=r"label is '>50K', .*data\.positive_labels"):
+    with pytest.raises(DataError, match=r"'>50K', .*data\.positive_labels"):
         read(CSV, income, block_bytes=1000)
 
 
@@ -122,7 +132,7 @@ def test_compressed_text(tmp_path: Path) -> None:
     for name, content in {**packed, "gz": gzip.compress(text) * 2}.items():
         block, _ = read(CSV, write(tmp_path / name, content), block_bytes=11)
         assert block.dense_BF[:, 0].tolist() == [1, 2] * 18
-        with pytest.raises(DataError, match=rf"{name}: cannot be read .*data\.format"):
+        with pytest.raises(DataError, match=rf"{name}: .*data\.format"):
             read(CSV, write(tmp_path / name, content[:-9]))
 
 
@@ -194,8 +204,6 @@ def test_parquet_of_many_types(tmp_path: Path) -> None:
         ({"negative_labels": ("0", "1.0")}, "data.negative_labels = '1.0'"),
         ({"positive_labels": ()}, "data.positive_labels"),
         ({"columns": ("label", "x", "x", "y", "city")}, "data.columns = 'x'"),
-        ({"sparse": ("city", "city")}, "data.sparse = ('city', 'city')"),
-        ({"sparse": ("label",)}, "data.sparse = 'label'"),
         ({"dense": (), "sparse": ()}, "data.sparse"),
     ],
 )
@@ -214,5 +222,212 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         list_files((str(tmp_path),), "data.path")
     text = write(tmp_path / "a.parquet", "1,1,1,a\n")
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read .*data\.format"):
+    with pytest.raises(DataError, match=r"a\.parquet: .*data\.format"):
         read(edit(format="parquet"), text)
+
+
+FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
+MANY = settings(
+    max_examples=75,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@MANY
+@given(raw=FILES, data=st.sampled_from(LAYOUTS), with_labels=st.booleans())
+@example(raw=b'\n\xef\xbb\xbf"\nc\n', data=LAYOUTS[1], with_labels=True)
+def test_hostile_file_is_read_or_refused(
+    raw: bytes, data: DataSection, with_labels: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(raw)
+    whole = read_hostile(path, data, with_labels, 1 << 20)
+    in_pieces = read_hostile(path, data, with_labels, 7)
+    if raw[:2] != b"\x1f\x8b":
+        assert whole == in_pieces
+
+
+@MANY
+@given(raw=FILES, cut=st.integers(0, 200), flipped=st.integers(0, 200))
+def test_broken_archive_is_read_or_refused(raw: bytes, cut: int, flipped: int, tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(raw)[: cut or None])
+    if flipped < len(packed):
+        packed[flipped] ^= 0x40
+    path = tmp_path / "file.gz"
+    path.write_bytes(packed)
+    read_hostile(path, LAYOUTS[0], True, 1 << 20)
+
+
+@pytest.mark.parametrize("data", LAYOUTS, ids=["header", "columns", "criteo"])
+def test_byte_order_mark_within_a_file_belongs_to_its_line(data: DataSection, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    mark, good = b"\xef\xbb\xbf", {"csv": b"1,2,a,b\n", "criteo": TOKENS[-1]}[data.format]
+    header = b"" if data.columns or data.format == "criteo" else b"label,x,city,tags\n"
+    path.write_bytes(mark + header + good + b"\n" + mark + good + good)
+    read = read_hostile(path, data, True, len(mark + header + good) + 1)
+    assert read is not None
+    report, rows = read
+    assert (rows, report.total) == ([0, 2], 1)  # the label of the second is none
+
+
+PARTS = [*"ab:|? é\x1fZ", "0.5", "-1", "1e999", "nan", "inf", "1e+17", "0x1p3", "9" * 40, ".5", "1706693400"]
+PARTS += ["2024-01-31", "2024-02-30", "T09:30", " 24:00", "+02:00", "0000-00-00", "9999-12-31"]
+FIELDS = st.lists(st.sampled_from(PARTS), max_size=5).map("".join)
+COLUMNS = {
+    "bucket": ColumnSection(kind="quantiles(3)", source=("a",)),
+    "hour": ColumnSection(kind="hour", source=("a",)),
+    "day": ColumnSection(kind="weekday", source=("b",)),
+    "both": ColumnSection(kind="cross", source=("a", "b")),
+    "bags": ColumnSection(kind="weighted", source=("b",), multi_hot_separator="|", max_ids=2),
+    "one": ColumnSection(kind="weighted", source=("a",), max_ids=1, too_many_ids="keep_last"),
+}
+
+
+@settings(MANY, max_examples=20)
+@given(
+    rows=st.lists(st.tuples(FIELDS, FIELDS), max_size=8),
+    kinds=st.sets(st.sampled_from([*COLUMNS]), min_size=1),
+)
+def test_hostile_fields_of_every_column_kind(
+    rows: list[tuple[str, str]], kinds: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("label,a,b\n" + "".join(f"1,{a},{b}\n" for a, b in rows))
+    data = DataSection(format="csv", sparse=tuple(sorted(kinds)), max_invalid_fraction=1.0)
+    columns = {name: COLUMNS[name] for name in kinds}
+    whole = read_hostile(path, data, True, 1 << 20, columns)
+    assert whole == read_hostile(path, data, True, 7, columns)
+    if whole is not None and whole[1]:
+        fit(read_blocks((path,), Layout.of(data, columns), InvalidRowLog(1.0)), data, columns)
+
+
+PARQUET = DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0)
+MILLION = 1_000_000
+
+
+def count_blocks(path: Path, layout: Layout) -> int:
+    return len(list(read_blocks([path], layout, InvalidRowLog(1.0))))
+
+
+def zero_one(num_rows: int) -> pa.Array:
+    return pa.array(np.arange(num_rows) % 2)
+
+
+def long_text() -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(MILLION, np.int32)), pa.array(["x" * 40_000]))
+
+
+def long_list() -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array([0, 20 * MILLION]), pa.array(np.zeros(20 * MILLION, np.int8)))
+
+
+def long_items() -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(np.arange(MILLION + 1, dtype=np.int32)), long_text())
+
+
+READING = """
+import sys
+from pathlib import Path
+from hybrid.config import DataSection
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.sources import read_blocks
+from hybrid.data.values.invalid_rows import InvalidRowLog
+layout = Layout.of(DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0))
+for name in sys.argv[1:]:
+    try:
+        for block in read_blocks([Path(name)], layout, InvalidRowLog(1.0)):
+            pass
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def test_small_parquet_files_take_little_memory(tmp_path: Path) -> None:
+    too_long, too_many = "at most 4,096 bytes", "claims 20,000,00[01] values"
+    files = {
+        "text": (long_text(), too_long),
+        "list": (long_list(), too_many),
+        "items": (long_items(), too_long),
+    }
+    for name, (cities, _) in files.items():
+        columns = {"label": zero_one(len(cities)), "city": cities}
+        pq.write_table(pa.table(columns), tmp_path / name, store_schema=False)
+        assert (tmp_path / name).stat().st_size < 20_000
+    command = [sys.executable, "-c", READING, *(str(tmp_path / name) for name in files)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *lines, peak_kib = ended.stdout.splitlines()
+    for line, (name, (_, message)) in zip(lines, files.items(), strict=True):
+        assert re.match(f"DataError: {tmp_path / name}: .*{message}", line)
+    assert int(peak_kib) < 300_000
+
+
+def test_blocks_are_limited_by_decoded_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_blocks, "MAX_DECODED_BYTES", 100)
+    cities = [f"{i:02}" * (1 + i % 5) for i in range(80)]
+    tags = [[city, "x" * (i % 3)] if i % 4 else None for i, city in enumerate(cities)]
+    table = pa.table({"label": [*zero_one(80).to_pylist(), 2], "city": [*cities, "b"], "tags": [*tags, None]})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, row_group_size=33)
+    data = DataSection(format="parquet", sparse=("city", "tags"))
+    assert count_blocks(path, Layout.of(data)) > 5
+    block, report = read(data, path)
+    assert located(report, path) == ["81: label is '2', expected '1' or '0'"]
+    assert block.sparse[0].to_pylist() == cities
+    assert block.sparse[1].to_pylist() == [[item for item in items or [] if item] for items in tags]
+    assert block.source_rows_B.tolist() == list(range(80))
+    monkeypatch.setattr(parquet_blocks, "MAX_DECODED_BYTES", 5)
+    with pytest.raises(DataError, match=r"a\.parquet: .* column city"):
+        read(data, path)
+
+
+@pytest.mark.parametrize("is_map", [True, False])
+def test_blocks_are_limited_by_texts_in_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool
+) -> None:
+    monkeypatch.setattr(parquet_blocks, "MAX_DECODED_BYTES", 100)
+    expected = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
+    pairs: list[Any] = [row if i % 2 else row or None for i, row in enumerate(expected)]
+    kind: Any = pa.map_(pa.string(), pa.float64())
+    if not is_map:
+        kind = pa.list_(pa.struct([("id", pa.string()), ("weight", pa.float64())]))
+        pairs = [row and [{"id": each, "weight": weight} for each, weight in row] for row in pairs]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": zero_one(80), "tags": pa.array(pairs, kind)}), path, row_group_size=33)
+    data, columns = DataSection(format="parquet", sparse=("tags",)), {"tags": ColumnSection(kind="weighted")}
+    assert count_blocks(path, Layout.of(data, columns)) > 3  # as many row groups there are
+    block, _ = read(data, path, columns=columns)
+    assert block.sparse[0].to_pylist() == [[each for each, _ in row] for row in expected]
+    assert block.weights[0].to_pylist() == [[weight for _, weight in row] for row in expected]
+    monkeypatch.setattr(parquet_blocks, "MAX_DECODED_BYTES", 5)
+    with pytest.raises(DataError, match=r"a\.parquet: .* column tags"):
+        read(data, path, columns=columns)
+
+
+def test_implausible_compression_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"label": zero_one(MILLION), "city": np.zeros(MILLION, np.int64)})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    read(PARQUET, path)
+    monkeypatch.setattr(parquet_blocks, "MAX_UNPACKED_BYTES", 1 << 20)
+    with pytest.raises(DataError, match=r"column (city|label) .* 8,\d+,\d+ bytes"):
+        read(PARQUET, path)
+    wide = pa.table({"label": zero_one(2), "city": pa.array([b"a" * 5000] * 2, pa.binary(5000))})
+    pq.write_table(wide, path)
+    with pytest.raises(DataError, match=r"column city .* 4,096 bytes"):
+        read(PARQUET, path)
+
+
+def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = [zero_one(4), pa.array(["a"] * 4), pa.array(["b"] * 4)]
+    pq.write_table(pa.Table.from_arrays(columns, ["label", "city", "city"]), path)
+    with pytest.raises(DataError, match=r"a\.parquet: .* 2 and 3 .*'city'"):
+        read(PARQUET, path)
+    pq.write_table(pa.Table.from_arrays([*columns, columns[1]], ["label", "city", "x", "x"]), path)
+    read(PARQUET, path)
+    text = write(tmp_path / "a.csv", "label,city,city\n1,a,b\n")
+    with pytest.raises(DataError, match=r"a\.csv: .* 2 and 3 .*'city'"):
+        read(DataSection(format="csv", sparse=("city",)), text)

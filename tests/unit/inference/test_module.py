@@ -133,9 +133,9 @@ ROW: dict[str, list[object]] = {"age": [1], "user": ["u"], "item": ["i"], "tags"
 @pytest.mark.parametrize(
     ("columns", "error", "message"),
     [
-        ({"price": [1.0]}, ConfigError, "no such column"),
-        ({**ROW, "price": ["much"]}, DataError, "row 0: price is"),
-        ({"price": [1.0], "age": [1, 2]}, DataError, r"encode\(columns\): cannot be read as columns"),
+        ({"price": [1.0]}, ConfigError, r"^data\.dense = 'age'"),
+        ({**ROW, "price": ["much"]}, DataError, "row 0: price "),
+        ({"price": [1.0], "age": [1, 2]}, DataError, r"^encode\(columns\): "),
     ],
 )
 def test_invalid_raw_values_are_refused(
@@ -163,36 +163,25 @@ class Net(nn.Module):
 BATCH = {"user": torch.tensor([0, 2, 8]), "tags": torch.tensor([[0, 1], [2, 2], [4, 0]])}
 
 
-class TestCustomLoop:
-    def saved(self, folder: Path) -> Tensor:
-        """Save a module after a step; return its outputs."""
-        cluster = hybrid.connect()
-        model = cluster.distribute(Net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in cluster.batches(BATCH):
-            cluster.backward(model(batch).square())
-            optimizer.step()
-        cluster.save(folder, optimizer)
-        with torch.no_grad():
-            given: Tensor = model(BATCH)
-        return given
-
-    def test_the_copy_has_modules_of_torch(self, tmp_path: Path) -> None:
-        expected = self.saved(tmp_path / "step-1")
-        model = load(tmp_path / "step-1", Net())
-        assert type(model.user) is nn.Embedding
-        assert type(model.tags) is nn.EmbeddingBag
-        assert torch.allclose(model(BATCH), expected, atol=1e-7)
-
-    def test_other_modules_are_refused(self, tmp_path: Path) -> None:
-        folder = tmp_path / "step-1"
-        self.saved(folder)
-        with pytest.raises(CheckpointError, match=r"has tags, user, Sequential has 0$"):
-            load(folder, nn.Sequential(hybrid.Embedding(9, 3)))
-        with pytest.raises(CheckpointError, match="table user"):
-            load(folder, Net(rows=10))
-        with pytest.raises(CheckpointError, match=r"hybrid\.load\(FOLDER, MODULE\)"):
-            load(folder)
+def test_module_of_a_custom_loop_is_loaded_into_modules_of_torch(tmp_path: Path) -> None:
+    cluster, folder = hybrid.connect(), tmp_path / "step-1"
+    trained = cluster.distribute(Net())
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for batch in cluster.batches(BATCH):
+        cluster.backward(trained(batch).square())
+        optimizer.step()
+    cluster.save(folder, optimizer)
+    model = load(folder, Net())
+    assert type(model.user) is nn.Embedding
+    assert type(model.tags) is nn.EmbeddingBag
+    with torch.no_grad():
+        assert torch.allclose(model(BATCH), trained(BATCH), atol=1e-7)
+    with pytest.raises(CheckpointError, match="tags, user, Sequential"):
+        load(folder, nn.Sequential(hybrid.Embedding(9, 3)))
+    with pytest.raises(CheckpointError, match="table user"):
+        load(folder, Net(rows=10))
+    with pytest.raises(CheckpointError, match=r"hybrid\.load\(FOLDER, MODULE\)"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +206,7 @@ def test_a_net_of_other_shapes_than_its_file_is_not_built(
     manifest = Manifest.read(folder / MANIFEST_FILE)
     changed = write_text(folder, CONFIG_FILE, text.replace(before, after))
     dataclasses.replace(manifest, files=manifest.files | changed).write(folder)
-    with pytest.raises(CheckpointError, match=rf"^{folder}: is of another model"):
+    with pytest.raises(CheckpointError, match=f"^{folder}: "):
         load(run)
 
 

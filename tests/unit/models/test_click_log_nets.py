@@ -13,6 +13,7 @@ from hybrid.models.dcn_v2 import DCNv2
 from hybrid.models.deepfm import DeepFM
 from hybrid.models.dense_net import DenseNet
 from hybrid.models.dlrm import DLRM, DotInteraction
+from hybrid.models.final_mlp import FinalMLP
 from hybrid.models.wide_deep import WideAndDeep
 
 NUM_LAYERS, NUM_SPARSE, DIM, DIMS = 3, 3, 4, (3, 1, 4)
@@ -82,3 +83,31 @@ def test_dot_interaction_has_first_and_second_derivatives() -> None:
     interaction = DotInteraction(NUM_SPARSE + 1, DIM)
     assert torch.autograd.gradcheck(interaction, inputs)
     assert torch.autograd.gradgradcheck(interaction, inputs)
+
+
+NUM_HEADS = 2
+
+
+def plain_stream(parameters: Parameters, k: int, x: Tensor, context: Tensor) -> Tensor:
+    raised = plain_mlp(parameters, f"gates.{k}.layers", context, ends_linear=True)
+    return plain_mlp(parameters, f"streams.{k}", x * 2 / (1 + torch.exp(-raised)))
+
+
+def plain_final_mlp(parameters: Parameters, inputs: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    logits = []
+    for b, x in enumerate(inputs):
+        o, p = (plain_stream(parameters, k, x, context[b]) for k, context in enumerate((first, second)))
+        logit = (parameters["fusion.first.weight"][0] * o).sum() + parameters["fusion.first.bias"][0]
+        logit = logit + (parameters["fusion.second.weight"][0] * p).sum()
+        for head, (o_h, p_h) in enumerate(zip(o.chunk(NUM_HEADS), p.chunk(NUM_HEADS), strict=True)):
+            products = parameters["fusion.products_NHG"][head]
+            for i in range(len(o_h)):
+                for j in range(len(p_h)):
+                    logit = logit + products[i, j] * o_h[i] * p_h[j]
+        logits.append(logit)
+    return torch.stack(logits)
+
+
+def test_final_mlp_equals_its_equations() -> None:
+    model = FinalMLP(5, contexts=(3, 2), first=(7, 6), second=(4,), gate=3, num_heads=NUM_HEADS)
+    check_model(model, plain_final_mlp, vectors(6, 5, seed=1), vectors(6, 3, seed=2), vectors(6, 2, seed=3))

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def recording(*steps: int) -> StepClock:
     clock.record(range(steps[0], steps[-1] + 1))
     clock.begin_step(steps[0])
     return clock
-
-
-def run_in_thread(name: str, work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work, name=name)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def test_nested_spans_and_phases() -> None:
@@ -77,7 +69,8 @@ def test_a_span_may_end_in_another_thread() -> None:
     span = clock.begin("all-reduce", num_bytes=64)
     assert span is not None
     clock.end_step()
-    run_in_thread("callback", span.close)
+    (callback := threading.Thread(target=span.close)).start()
+    callback.join(10)
     ended = {span.name: span for span in clock.take_spans()}
     assert ended["all-reduce"].end_ns >= ended[STEP].end_ns
     assert ended["all-reduce"] == ended["all-reduce"]._replace(step=7, thread=None, cpu_ns=None, num_bytes=64)
@@ -156,6 +149,7 @@ SPANS = {  # step 5 takes 10 ms, step 6 takes 30 ms
 def test_the_table_has_means_per_step() -> None:
     profile = Profile(SPANS)
     assert profile.steps == [5, 6]
+    assert Profile({TRAINER: [span("data", 0, 0, 1)], WORKER: []}).steps == []
     lines = profile.table().splitlines()
     assert "Mean of steps 5 to 6; a trainer's step takes 20.00 ms." in lines
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
@@ -186,7 +180,3 @@ def test_the_trace_has_the_spans_of_the_steps(tmp_path: Path) -> None:
     first, second = [event for event in by_role["trainer 0"] if event["name"] == "all-reduce"]
     assert (first["ts"], first["dur"], first["args"]) == (30_000, 10_000, {"step": 6, "bytes": 4096})
     assert first["id"] != second["id"]
-
-
-def test_a_profile_without_a_complete_step_is_empty() -> None:
-    assert Profile({TRAINER: [span("data", 0, 0, 1)], WORKER: []}).steps == []

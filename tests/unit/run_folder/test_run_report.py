@@ -76,10 +76,9 @@ def rows(page: _Page, name: str, count: int) -> list[str]:
 
 def test_a_report_has_result_unknown_values_tables_and_restarts(tmp_path: Path) -> None:
     restart = {"time": 1.5, "cause": "killed", "message": "lost worker 1", "step": 30, "resumed_step": 20}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / RESTARTS_FILE).write_text(f"{json.dumps(restart)}\n")
-    result = {"auc": 0.7712, "steps": 40, "best": {"step": 20}, "tables": TABLES}
-    text, page = written(tmp_path / "run", result)
+    (run := tmp_path / HOSTILE.replace("/", "")).mkdir()
+    (run / RESTARTS_FILE).write_text(f"{json.dumps(restart)}\n")
+    text, page = written(run, {"auc": 0.7712, "steps": 40, "best": {"step": 20}, "tables": TABLES})
     assert text.count("<svg") == 4
     assert ">unit</text>" in text, "the legend of the curves"
     assert rows(page, "AUC", 1) == ["0.7712"]
@@ -88,6 +87,13 @@ def test_a_report_has_result_unknown_values_tables_and_restarts(tmp_path: Path) 
     assert rows(page, "1970-01-01 00:00:01 UTC", 4) == ["killed", "30", "20", "lost worker 1"]
     assert rows(page, r"<script>alert('$x$')</script>\x1b", 4) == ["5,000", "16", "3.0", "0, 1"]
     assert "synthetic_rows = " in text
+    # It loads nothing, and escapes names.
+    assert "\x1b" not in text
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & page.tags
+    assert all(each.startswith("#") and each[1:] in page.ids for each in page.references)
+    assert len(page.ids) == len(set(page.ids)), "the plots share no ids"
+    assert "http" not in text.replace("http-equiv", "")
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
 
 
 def test_a_stopped_run_has_the_numbers_of_its_last_log_step(tmp_path: Path) -> None:
@@ -132,14 +138,3 @@ def test_means_of_undefined_and_missing_metrics(capsys: pytest.CaptureFixture[st
     )
     assert print_means(RunConfig(), [{"steps": 3}, {"steps": 4}]) == {}
     assert "no test rows" in capsys.readouterr().out
-
-
-def test_a_report_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
-    text, page = written(tmp_path / HOSTILE.replace("/", ""), {"tables": TABLES})
-    assert "script" not in page.tags
-    assert "\x1b" not in text
-    assert not {"link", "img", "iframe", "object", "embed", "base"} & page.tags
-    assert all(each.startswith("#") and each[1:] in page.ids for each in page.references)
-    assert len(page.ids) == len(set(page.ids)), "the plots share no ids"
-    assert "http" not in text.replace("http-equiv", "")
-    assert set(re.findall(r"url\((.)", text)) <= {"#"}

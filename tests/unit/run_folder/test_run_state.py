@@ -1,25 +1,33 @@
-"""The folder of a run, which run is resumed, and which keys it may change."""
+"""The folder of a run: which is resumed, its fixed keys, its lock, and local files of a run in a store."""
 
 import dataclasses
 import os
 import re
+import signal
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.stores import BUCKET, Proxy, Store
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
-from hybrid.errors import ConfigError, HybridError
-from hybrid.storage.locked_folders import LOCK_FILE, folder_lock
+from hybrid.errors import ConfigError, HybridError, StorageError
+from hybrid.storage import files
+from hybrid.storage.locked_folders import LOCK_FILE, folder_lock, lock_until_exit
+from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.user_code.run_signature import load_run_config
 from workers.run_folder import run_access
 from workers.run_folder.run_access import (
+    RunState,
     check_same_model,
+    checkpoint_root,
     command_name,
+    hold_run,
     is_finished,
     load_resumed_config,
     newest_run,
@@ -27,6 +35,7 @@ from workers.run_folder.run_access import (
     run_path,
     scratch_logs,
 )
+from workers.run_folder.run_files import RunFolder
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:
@@ -100,7 +109,7 @@ def test_a_fifo_is_no_configuration_of_a_run() -> None:
     os.mkfifo(run / "config.toml")
     with pytest.raises(ConfigError, match="--resume"):
         load_resumed_config(run, [])
-    with pytest.raises(ConfigError, match=r"config\.toml: .*not a regular file"):
+    with pytest.raises(ConfigError, match=r"config\.toml: "):
         load_run_config(run / "config.toml")
     with ThreadPoolExecutor(1) as threads:
         threads.submit((run / "config.toml").write_text, "train.epochs = 7")
@@ -127,7 +136,7 @@ def test_keys_of_the_model_cannot_change(setting: str, was_set_before: bool) -> 
     before, now = (with_it, without_it) if was_set_before else (without_it, with_it)
     (run / "config.toml").write_text(to_toml(before))
     check_same_model(run, before)
-    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}( = .*)?: the run to resume"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}( = .*)?: "):
         check_same_model(run, now)
 
 
@@ -142,7 +151,7 @@ def test_a_column_section_of_defaults_changes_nothing() -> None:
     csv = ["data.format=csv", "data.path=x", "data.sparse=age"]
     (run / "config.toml").write_text(to_toml(load_config(None, csv)))
     check_same_model(run, load_config(None, [*csv, "columns.age.kind=value"]))
-    with pytest.raises(ConfigError, match=r"^columns\.age\.kind = 'hour': the run to resume"):
+    with pytest.raises(ConfigError, match=r"^columns\.age\.kind = 'hour': "):
         check_same_model(run, load_config(None, [*csv, "columns.age.kind=hour"]))
 
 
@@ -205,3 +214,131 @@ def test_commands_for_the_user_can_be_called(monkeypatch: pytest.MonkeyPatch, tm
     assert command_name() == "bin/hybrid"
     monkeypatch.setenv("PATH", str(script.parent))
     assert command_name() == "hybrid"
+
+
+def killed_launch(folder: Path) -> int:
+    """Leave the lock of a killed launch; return the descriptor that one of its roles still has."""
+    with folder_lock(folder) as descriptor:
+        kept = os.dup(descriptor)
+        (folder / ".lock").rename(folder / "aside")
+    (folder / "aside").rename(folder / ".lock")
+    return kept
+
+
+def test_lock_waits_for_roles_of_a_killed_launch(tmp_path: Path) -> None:
+    timer = threading.Timer(0.05, os.close, [killed_launch(tmp_path)])
+    timer.start()
+    with folder_lock(tmp_path):
+        pass
+    timer.join()
+
+
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
+    ready, ready_writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        lock_until_exit(tmp_path, "key")
+        if os.fork():  # a child that outlives this process, as those of a DataLoader
+            os.write(ready_writer, b"x")
+        signal.pause()
+        os._exit(0)
+    assert os.read(ready, 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(ready)
+    os.close(ready_writer)
+    assert (tmp_path / ".lock").exists()
+    try:
+        with folder_lock(tmp_path):
+            pass
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_folder_is_made_and_removed_if_unused(tmp_path: Path) -> None:
+    for name, file in (("new", ".lock"), ("used", "config.toml")):
+        with folder_lock(tmp_path / name):
+            (tmp_path / name / file).touch()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["used", "used/config.toml"]
+    with pytest.raises(ConfigError, match="toml/run': "):
+        with folder_lock(tmp_path / "used/config.toml/run"):
+            raise AssertionError
+
+
+@pytest.fixture
+def run(store: Store, request: pytest.FixtureRequest) -> StoragePath:
+    """A run whose configuration is in a store."""
+    run = parse_path(f"s3://{BUCKET}/{request.node.name}")
+    files.write_bytes(run / "config.toml", b"as stored")
+    return run
+
+
+def test_a_refused_launch_neither_fetches_nor_uploads(run: StoragePath) -> None:
+    with hold_run(run, is_resumed=False) as (here, _):
+        (here / "config.toml").write_text("live")
+        (here / "metrics.jsonl").write_text("a line that is being wr")
+        with pytest.raises(ConfigError, match="is in use"):
+            with hold_run(run, is_resumed=True):
+                raise AssertionError
+        assert (here / "config.toml").read_text() == "live"
+        assert not files.exists(run / "metrics.jsonl")
+        assert files.read_text(run / "config.toml") == "as stored"
+        (here / "metrics.jsonl").write_text("complete lines")
+    assert files.read_text(run / "metrics.jsonl") == "complete lines"
+    assert checkpoint_root(here) == run
+
+
+def test_only_a_folder_that_the_program_made_may_name_a_store(run: StoragePath, tmp_path: Path) -> None:
+    with hold_run(run, is_resumed=False) as (here, _):
+        for folder in (tmp_path / "foreign", here.with_name("foreign"), here.with_name(f"{here.name}0")):
+            folder.mkdir(mode=0o700)
+            (folder / ".store").write_text(f"{run}\n" if folder.parent == tmp_path else str(run))
+            for use in (RunState.of, lambda path: RunFolder(path, RunConfig())):
+                with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                    use(folder)
+            (folder / ".store").unlink()
+            os.mkfifo(folder / ".store")
+            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                RunState.of(folder)
+        here.chmod(0o755)
+        with pytest.raises(HybridError, match=rf"^{here}/\.store: "):
+            RunState.of(here)
+        here.chmod(0o700)
+
+
+def test_a_resumed_run_has_the_files_of_the_store(run: StoragePath) -> None:
+    with hold_run(run, is_resumed=False) as (here, _):
+        (here / "config.toml").write_text("of a remote run")
+    files.write_bytes(run / "config.toml", b"newer")
+    with hold_run(run, is_resumed=True) as (here, _):
+        assert (here / "config.toml").read_text() == "newer"
+
+
+def test_an_error_is_reported_after_an_upload_that_may_fail(
+    run: StoragePath, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "metrics.jsonl").write_text("lines")
+        raise HybridError("first")
+
+    with pytest.raises(HybridError, match=r"^first$"), hold_run(run, False) as (here, _):
+        fail(here)
+    assert files.read_text(run / "metrics.jsonl") == "lines"
+    with Proxy(store) as proxy:
+        refusing = parse_path(f"{run}?scheme=http&endpoint_override={proxy.address}")
+        proxy.plan = lambda method, path: "403"
+        with pytest.raises(HybridError, match=r"^first$"), hold_run(refusing, False) as (here, _):
+            fail(here)
+        assert f"; {here} has all files\n" in capsys.readouterr().err
+        with pytest.raises(StorageError), hold_run(refusing, is_resumed=False):
+            pass
+
+
+@pytest.mark.parametrize("name", ["logs", "profile"])
+def test_a_folder_that_is_a_link_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path)
+    with pytest.raises(HybridError, match=f"^{tmp_path}/run/{name}: "):
+        with hold_run(tmp_path / "run", is_resumed=False):
+            raise AssertionError

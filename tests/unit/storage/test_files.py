@@ -1,17 +1,19 @@
-"""Files and folders of this machine and of stores, by the same functions."""
+"""Paths and URLs, and files and folders of this machine and of stores by the same functions."""
 
 import gzip
+import os
+import pickle
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.stores import BUCKET, Proxy, Store
+from support.stores import BUCKET
 
 from hybrid.errors import StorageError
 from hybrid.storage import files
-from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+from hybrid.storage.remote_path import RemotePath, StoragePath, is_url, parse_path
 
 MIB = 1 << 20
 KINDS = ("path", "store", "google", "azure")
@@ -51,13 +53,11 @@ def test_a_file_is_read_as_it_was_written(
     assert mapped.tobytes() == content  # the file itself may be gone
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("loop", "symbolic links"), ("loop/a", "symbolic links"), ("a" * 300, "too long")]
-)
-def test_a_path_that_cannot_be_used_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["loop", "loop/a", "a" * 300])
+def test_a_path_that_cannot_be_used_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for use in (files.exists, files.list_entries, files.require_file):
-        with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*{reason}"):
+        with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*$"):
             use(tmp_path / name)
 
 
@@ -113,17 +113,6 @@ def test_the_tag_of_a_file_depends_on_its_content(folder: RemotePath) -> None:
     assert files.content_tag(folder / "a") == b
 
 
-def test_only_the_requested_bytes_are_fetched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, content = parse_path(f"s3://{BUCKET}/large"), some_bytes(3 * MIB)
-    files.write_bytes(file, content)
-    with Proxy(store) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
-        with files.open_reader(file) as remote:
-            remote.seek(2 * MIB)
-            assert remote.read(100) == content[2 * MIB :][:100]
-    assert proxy.num_bytes == 100
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "before"),
     [(5, {}), (5, {"torn": b"earlier"}), (23 * MIB, {"torn": b"earlier"})],
@@ -151,14 +140,69 @@ def test_a_failed_write_leaves_the_earlier_files(
 
 def test_an_error_of_the_caller_is_not_converted(folder: StoragePath) -> None:
     files.write_bytes(folder / "a", b"1")
-    with pytest.raises(ValueError, match="mine"), files.open_reader(folder / "a"):
-        raise ValueError("mine")
-    with pytest.raises(ValueError, match="mine"), files.open_writer(folder / "a"):
-        raise ValueError("mine")
+    with pytest.raises(KeyError), files.open_reader(folder / "a"):
+        raise KeyError
 
 
-def test_a_fetched_file_must_have_its_checksum(store: Store) -> None:
-    file = parse_path(f"s3://{BUCKET}/altered")
-    files.write_bytes(file, b"1")
-    with pytest.raises(ValueError, match="checksum"), files.local_copy(file, "0" * 64):
-        pass
+@pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b"])
+def test_other_texts_are_paths(text: str) -> None:
+    assert parse_path(text) == Path(text)
+    assert not is_url(text)
+
+
+def test_a_file_url_is_a_path() -> None:
+    assert parse_path("file:///data/a%20b.csv") == Path("/data/a b.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "root", "key"),
+    [
+        ("s3://bucket", "s3://bucket", ""),
+        ("s3://bucket/runs//r/", "s3://bucket", "runs/r"),
+        ("gcs://bucket/a", "gs://bucket", "a"),
+        ("abfss://box@account.dfs.core.windows.net/a/b", "abfss://box@account.dfs.core.windows.net", "a/b"),
+        ("s3://bucket/a%20b%2525", "s3://bucket", "a b%25"),
+        ("s3://bucket/a#b", "s3://bucket", "a#b"),
+    ],
+)
+def test_a_url_has_a_root_and_a_key(text: str, root: str, key: str) -> None:
+    named = parse_path(text)
+    assert named == RemotePath(root, key)
+    assert parse_path(str(named)) == named
+    assert is_url(text)
+
+
+def test_a_remote_path_has_the_attributes_of_a_path() -> None:
+    run = parse_path("s3://bucket/runs/r?region=eu-west-1")
+    file = run / "tables" / "C1.0-of-2.safetensors"
+    assert str(file) == "s3://bucket/runs/r/tables/C1.0-of-2.safetensors?region=eu-west-1"
+    assert (file.name, file.suffix) == ("C1.0-of-2.safetensors", ".safetensors")
+    assert file.parent.parent == run
+    assert run.with_name("q") == parse_path("s3://bucket/runs/q?region=eu-west-1")
+    assert pickle.loads(pickle.dumps(file)) == file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s3://me:secret@bucket/a", "s3://bucket: "),
+        ("s3://bucket/a?secret_key=secret", "secret_key"),
+        ("abfs://box@account/a?sas_token=secret", "sas_token"),
+        ("s3://bucket/a?regoin=x", "regoin"),
+        ("gs://bucket/a?region=x", "anonymous, endpoint_override, scheme"),
+        ("ftp://host/a", "ftp://host/a"),
+        ("s3:///a", "bucket"),
+        ("file://elsewhere/data", "elsewhere"),
+    ],
+)
+def test_a_url_with_credentials_or_unknown_parts_is_refused(text: str, message: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        parse_path(text)
+    assert message in str(caught.value)
+    assert "secret@" not in str(caught.value)
+    assert "=secret" not in str(caught.value)
+
+
+def test_a_remote_path_is_not_accepted_as_a_local_one() -> None:
+    with pytest.raises(TypeError, match="s3://bucket/a"):
+        os.stat(parse_path("s3://bucket/a"))

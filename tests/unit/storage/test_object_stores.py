@@ -89,7 +89,7 @@ def test_a_refused_upload_leaves_the_earlier_file(
     if before is not None:
         files.write_bytes(file, before)
     proxy.plan = lambda method, path: "403" if method == "PUT" and refused in path else None
-    with pytest.raises(StorageError, match=r"cannot be written: .*credentials"):
+    with pytest.raises(StorageError, match="credentials"):
         files.write_bytes(file, CONTENT[:num_bytes])
     proxy.plan = lambda method, path: None
     found = {entry.path.name: files.read_bytes(entry.path) for entry in files.list_entries(file.parent)}
@@ -99,7 +99,7 @@ def test_a_refused_upload_leaves_the_earlier_file(
 @pytest.mark.long
 def test_a_store_that_stays_down_is_an_error(proxy: Proxy) -> None:
     proxy.plan = lambda method, path: "503"
-    with pytest.raises(StorageError, match=r"cannot be read: "):
+    with pytest.raises(StorageError):
         files.read_bytes(through(proxy, "down"))
     assert len(proxy.seen) == object_stores.ATTEMPTS
 
@@ -123,17 +123,9 @@ def test_an_outage_is_distinguished_from_a_refusal(
         "removed": lambda: files.remove(file),
     }
     for action, request in requests.items():
-        with pytest.raises(StorageError, match=f"cannot be {action}: ") as caught:
+        with pytest.raises(StorageError, match=f" {action}: ") as caught:
             request()
         assert type(caught.value) is kind
-
-
-def test_an_unreachable_store_is_an_outage(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_stores, "ATTEMPTS", 1)
-    with Proxy(store) as proxy:
-        file = through(proxy, "gone")
-    with pytest.raises(OutageError, match="AWS_ENDPOINT_URL"):
-        files.read_bytes(file)
 
 
 def test_a_refused_request_is_not_retried(proxy: Proxy) -> None:
@@ -180,24 +172,19 @@ def address(certificate: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_an_authority_of_the_environment_is_trusted(
+def test_only_a_known_certificate_is_trusted(
     address: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
-    bucket = RemotePath("s3://none", "", f"region=trusted&endpoint_override={address}")
-    with pytest.raises(StorageError):
-        files.write_bytes(bucket / "a", b"1")
-
-
-def test_an_unknown_certificate_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown one is refused at once. A region gives each request its own client."""
+    file, begun = RemotePath("s3://none", "a", f"region=refused&endpoint_override={address}"), monotonic()
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
-    bucket = RemotePath("s3://none", "", f"region=refused&endpoint_override={address}")
-    begun = monotonic()
-    with pytest.raises(StorageError, match="AWS_CA_BUNDLE") as caught:
-        files.write_bytes(bucket / "a", b"1")
-    assert "\n" not in str(caught.value)
+    with pytest.raises(StorageError, match=r"AWS_CA_BUNDLE.*$") as caught:
+        files.write_bytes(file, b"1")
     assert not isinstance(caught.value, OutageError)
     assert monotonic() - begun < 10
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    with pytest.raises(StorageError, match="bucket"):
+        files.write_bytes(RemotePath("s3://none", "a", f"region=trusted&endpoint_override={address}"), b"1")
 
 
 @pytest.fixture(params=["google", "azure"])
@@ -241,29 +228,33 @@ def test_a_file_is_replaced_atomically(other_store: RemotePath) -> None:
     assert [each.path for each in files.list_entries(folder, is_deep=True)] == [folder / "a"]
 
 
-def test_an_unreachable_google_is_an_outage(monkeypatch: pytest.MonkeyPatch, unused_address: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("s3://b/a?scheme=http&endpoint_override={}", "AWS_ENDPOINT_URL"),
+        ("gs://b/a?anonymous=true&scheme=http&endpoint_override={}", "endpoint_override in"),
+        pytest.param("abfs://me@{}/box/a?enable_tls=false", "account in", marks=pytest.mark.long),
+    ],
+)
+def test_an_unreachable_store_is_an_outage(
+    url: str, remedy: str, unused_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_stores, "ATTEMPTS", 1)
     monkeypatch.setattr(object_stores, "RETRY_SECONDS", 1.0)
-    store = parse_path(f"gs://b/a?anonymous=true&scheme=http&endpoint_override={unused_address}")
-    with pytest.raises(OutageError, match="endpoint_override in the URL"):
-        files.read_bytes(store)
-
-
-@pytest.mark.long
-def test_an_unreachable_account_is_an_outage(monkeypatch: pytest.MonkeyPatch, unused_address: str) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
-    with pytest.raises(OutageError, match="account in the URL"):
-        files.read_bytes(parse_path(f"abfs://me@{unused_address}/box/a?enable_tls=false"))
+    with pytest.raises(OutageError, match=remedy):
+        files.read_bytes(parse_path(url.format(unused_address)))
 
 
 def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("AAAA", "!"):
         monkeypatch.setenv("AZURE_STORAGE_KEY", key)
         object_stores._client.cache_clear()
-        with pytest.raises(StorageError, match="; set AZURE_STORAGE_KEY"):
+        with pytest.raises(StorageError, match="AZURE_STORAGE_KEY"):
             files.read_bytes(azure / "a")
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     object_stores._client.cache_clear()
-    with pytest.raises(StorageError, match="; set AZURE_STORAGE_KEY"):
+    with pytest.raises(StorageError, match="AZURE_STORAGE_KEY"):
         files.read_bytes(azure / "a")
     object_stores._client.cache_clear()
 
@@ -279,9 +270,6 @@ def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPat
 )
 def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str) -> None:
     assert object_stores._split_azure_authority(authority)[:2] == (account, prefix)
-
-
-def test_a_url_of_azure_without_an_account_is_refused() -> None:
     with pytest.raises(StorageError, match="account"):
         files.read_bytes(parse_path("abfs://box/a"))
 

@@ -1,4 +1,4 @@
-"""Row optimizers against those of the reference (see unit/reference/test_reference_rows.py)."""
+"""Row optimizers against those of the reference (see unit/reference/test_reference_training.py)."""
 
 import tracemalloc
 from collections.abc import Iterator

@@ -1,8 +1,14 @@
-"""Code and paths of a run are used only if its user has signed them, or the reader allows it."""
+"""User code by name; code and paths of a run are used only if its user signed them, or a reader allows it."""
 
+from __future__ import annotations
+
+import importlib.util
 import os
 import re
 import shutil
+import socket
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +20,7 @@ from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 from hybrid.user_code.run_signature import load_run_config, signed_toml
+from hybrid.user_code.user_modules import load_function
 from workers.run_folder.run_access import load_resumed_config
 from workers.run_folder.run_files import RunFolder
 
@@ -33,23 +40,9 @@ def written(folder: Path, text: str) -> Path:
 
 
 def check_refused(path: Path, key: str = "dense.net") -> None:
-    with pytest.raises(ConfigError, match=rf"{path} .*you have not signed it.*--trust-code") as caught:
+    with pytest.raises(ConfigError, match=f"{path} .*--trust-code") as caught:
         load_run_config(path)
     assert caught.value.key == key
-
-
-def test_signed_code_is_read_from_any_copy(tmp_path: Path) -> None:
-    path = written(tmp_path, signed_toml(CUSTOM))
-    (tmp_path / "copy").mkdir()
-    assert load_run_config(path) == load_config(path) == CUSTOM
-    assert load_run_config(Path(shutil.copy(path, tmp_path / "copy"))) == CUSTOM
-
-
-def test_other_keys_may_be_edited(tmp_path: Path) -> None:
-    text = signed_toml(CUSTOM)
-    edited = load_run_config(written(tmp_path, text.replace("epochs = 1\n", "epochs = 3\n")))
-    assert edited.train.epochs == 3
-    check_refused(written(tmp_path, text.replace("my_net:build", "evil:build")))
 
 
 @pytest.mark.parametrize("forged", ["", "0" * 64, "\u00e9"])
@@ -159,7 +152,7 @@ def test_no_value_of_another_user_has_an_effect_unless_allowed(
     if kind == "run":
         assert load_resumed_config(run, chosen) == config.replace(run=RunSection())
     else:
-        with pytest.raises(ConfigError, match=r"^[^\n]*not signed[^\n]*--trust-code") as caught:
+        with pytest.raises(ConfigError, match=r"^[^\n]*--trust-code") as caught:
             load_resumed_config(run, chosen)
         assert caught.value.key == dotted
         with pytest.raises(ConfigError, match="--trust-code"):
@@ -197,3 +190,75 @@ def test_losses_and_metrics_are_signed_one_by_one(tmp_path: Path) -> None:
         ('net = "dlrm"', 'net = "mine:loss"', "dense.net"),
     ):
         check_refused(written(tmp_path, text.replace(before, after)), key)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A user package that is not imported yet."""
+    folder = tmp_path / "users_own_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "jobs.py").write_text("def batches(trainer):\n    return [trainer]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder.name
+    for name in [name for name in sys.modules if name.partition(".")[0] == folder.name]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("rich:build", "rich.py"),
+        ("rich.table:build", "rich/table.py"),
+        ("torch:build", "torch/__init__.py"),
+        ("hybrid:build", "hybrid.py"),
+        ("sys:build", "sys.py"),
+    ],
+)
+def test_a_module_with_the_name_of_an_installed_one_is_refused(
+    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the two modules is imported."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("raise AssertionError\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(ConfigError, match=rf"^dense\.net = '{name}': .*{file}"):
+        load_function("dense.net", name)
+
+
+@pytest.mark.parametrize("given", ["", "folder"])
+def test_a_folder_has_modules_for_the_user_only(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules find others beside them, at any time. A library does not find an optional module there."""
+    (tmp_path / "site-packages").mkdir()
+    function = f"def build():\n    import {given}later\n    return {given}library"
+    for name, text in {
+        "named": f"import {given}beside, {given}library\n{function}",
+        "beside": "",
+        "later": "",
+        "optional": "raise AssertionError",
+        "site-packages/library": f"try: import {given}optional as found\nexcept ImportError: found = None",
+    }.items():
+        path = tmp_path / name
+        path.with_name(f"{given}{path.name}.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site-packages")])
+    monkeypatch.chdir("/" if given else tmp_path)
+    build = load_function("dense.net", f"{given}named:build", folder=tmp_path if given else None)
+    monkeypatch.chdir("/")
+    assert build().found is None
+    assert importlib.util.find_spec(f"{given}optional") is None
+
+
+def test_a_module_that_exits_is_an_error(package: str, tmp_path: Path) -> None:
+    (tmp_path / package / "ends.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match=r"/ends\.py:2, .*SystemExit: 3"):
+        load_function("dense.net", f"{package}.ends:build")
+
+
+def test_a_missing_module_is_an_error_with_the_host(package: str) -> None:
+    for name in (f"{package}.nowhere:batches", "no_such_module:build"):
+        module, host = name.partition(":")[0], socket.gethostname()
+        with pytest.raises(ConfigError, match=f"{module}.* {host}; "):
+            load_function("dense.net", name)
