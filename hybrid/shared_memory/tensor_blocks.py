@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hybrid.primitives.available_memory import boot_id
-from hybrid.security.message_signature import is_contiguous, memory_of
+from hybrid.security.message_signature import memory_of
 
 MIN_BLOCK_BYTES = 1 << 14  # encrypting fewer bytes is as fast as using a block
 DTYPES = (
@@ -167,7 +167,7 @@ def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> 
             copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             copy.view(tensor.shape).copy_(tensor.detach())
         else:
-            contiguous = tensor if is_contiguous(tensor) else tensor.contiguous()
+            contiguous = tensor.contiguous()  # keeps the memory that the views refer to
             for segment in memory_of(contiguous):
                 memory[start : start + len(segment)] = segment
         start += align(tensor.nbytes)

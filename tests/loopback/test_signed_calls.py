@@ -226,10 +226,11 @@ def test_a_pickle_that_runs_code_is_not_loaded(plant: Callable[[Path], None], tm
 def test_values_arrive_as_they_were_sent(worker: Process, trainer: Process) -> None:
     bags = features_of_bags([[[0], [1, 1]]], [[[1.0], [0.5, 2.0]]])
     batch = Batch(torch.randn(2, 2), bags, torch.ones(4)[::2], 2)
-    sent = [RunConfig(), {1j, MASTER}, Path("a/b"), torch.float32, np.eye(3)[:, 1:], batch]
+    sent = [RunConfig(), {1j, MASTER}, Path("a/b"), torch.float32, np.eye(3), np.eye(3)[:, 1:], batch]
     payload, beside = trainer.call("worker0", internal.PythonUDF(endpoints.echo, (sent,), {}))
-    _, ((*plain, array, received),), _ = worker.pickler.deserialize(payload, beside)
+    _, ((*plain, whole, array, received),), _ = worker.pickler.deserialize(payload, beside)
     assert plain == sent[:4]
+    assert np.array_equal(whole, np.eye(3))
     assert np.array_equal(array, np.eye(3)[:, 1:])
     assert isinstance(received, Batch)
     torch.testing.assert_close(received, batch, rtol=0, atol=0)

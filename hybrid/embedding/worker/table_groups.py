@@ -313,6 +313,7 @@ class TableUpdate:
             blocks = group.blocks_without(self.idle) if steps_all else group.blocks(len(rows_U))
             group.note_changes(rows_U)
             for first, last in blocks:
+                begin, end = first, last  # of the touched rows
                 if steps_all:
                     ends = torch.tensor([first, last], dtype=rows_U.dtype)
                     begin, end = torch.searchsorted(rows_U, ends).tolist()
@@ -320,8 +321,6 @@ class TableUpdate:
                     grad_UD, total = gradients.sum_block(begin, end, scale)
                     group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self.factor)
                 else:
-                    begin = first
-                    end = last
                     total = group.optimizer.apply(gradients, begin, end, scale, self.factor)
                 self._check(group, gradients, begin, end, total)
             group.end_update(self.step)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import ClusterError
-from hybrid.security.message_signature import is_contiguous, memory_of
+from hybrid.security.message_signature import memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.secret import TAG_BYTES, DirectionCipher
 from hybrid.shared_memory.tensor_blocks import DTYPES, MemoryPair, layout_of
@@ -88,7 +88,7 @@ class Frames:
         head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         segments: list[bytes | memoryview] = [head]
         if block is None:
-            tensors = [each if is_contiguous(each) else each.contiguous() for each in tensors]
+            tensors = [each.contiguous() for each in tensors]  # kept until they are encrypted
             segments += [segment for each in tensors for segment in memory_of(each)]
         length = _LENGTHS.size + sum(map(len, segments)) + TAG_BYTES * len(segments)
         if length > len(self._sealed):
