@@ -9,7 +9,7 @@ Data flow of an id, module by module::
     training_loop      the step: vectors of the calls, backward pass, update decision, optimizer
     step_states        the states of the loop, and the calls that each state permits
     trainer_group      collective operations: sums, gathered values, comparison of the trainers' batches
-    loop_warnings      warnings about calls of PyTorch that miss the tables or the other trainers
+    loop_warnings      warnings about calls of PyTorch that miss the tables
     loop_state         the passes, and the state from which a script resumes
     script_log         the numbers that a script logs
     backend            holds the rows: this process, or a cluster (package ``workers``)

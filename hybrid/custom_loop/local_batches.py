@@ -336,22 +336,16 @@ def _of_json(code: list[tuple[str, list[Any]]]) -> Column:
     return Jagged(*tensors) if len(tensors) > 1 else tensors[0]
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a batch, in the order of its dicts and lists."""
-    for _, column in _columns(batch):
-        if isinstance(column, Tensor):
-            yield column
-        elif isinstance(column, Jagged):
-            yield from column
-
-
 def checksum(batch: Any, number: int) -> int:
     """Return a checksum of tensors of batch ``number`` of a pass.
 
     For speed, the checksum covers all tensors of the first batch, and one tensor in turn of each later batch.
     It covers all values of a tensor; in a long tensor, it covers the order of values at some positions only.
     """
-    tensors, total = [*tensors_of(batch)], 0
+    columns = [
+        [c] if isinstance(c, Tensor) else c for _, c in _columns(batch) if isinstance(c, Tensor | Jagged)
+    ]
+    tensors, total = [*chain.from_iterable(columns)], 0
     for tensor in [tensors[number % len(tensors)]] if number else tensors:
         values = tensor.detach().cpu()
         values = values.float() if values.dtype is torch.bfloat16 else values  # which NumPy lacks

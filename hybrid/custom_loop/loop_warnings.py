@@ -1,11 +1,10 @@
-"""Warnings about common calls of PyTorch loops that miss the tables, or see only a slice of the batch."""
+"""Warnings about common calls of PyTorch loops that miss the tables."""
 
 import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from hybrid.custom_loop.backend import Backend
 
@@ -59,25 +58,6 @@ class LoopWarnings:
                 "default, but the tables keep those of their own optimizers: pass cycle_momentum=False"
             )
 
-    def check_pairs(self, loss: Tensor, size: int, sizes: Iterable[int]) -> None:
-        """Warn if a loss compares the samples of this trainer's slice with each other.
-
-        Such a loss has a matrix of (samples, samples) in its graph.
-
-        Args:
-            size: number of samples in the slice.
-            sizes: sizes of parameters and inputs. If ``size`` is among them, other matrices may have this
-                shape, and nothing is checked.
-        """
-        if self._backend.trainer > 0 or self._backend.group.size() == 1 or size < 2 or size in set(sizes):
-            return
-        if loss.grad_fn is not None and _has_output_shape(loss.grad_fn, (size, size)):
-            self.warn(
-                f"the loss seems to compare samples with each other (a matrix of {size} x {size} samples). "
-                "Each trainer sees only a slice of the batch. To compare with all samples of the batch, call "
-                "cluster.gather(vectors), which keeps gradients"
-            )
-
     def warn(self, message: str) -> None:
         """Give a warning once."""
         if self._backend.trainer == 0 and message not in self._given:
@@ -87,16 +67,3 @@ class LoopWarnings:
 
 def _versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
     return [(id(each), each._version) for each in gradients if each is not None]
-
-
-def _has_output_shape(node: Node, shape: tuple[int, ...]) -> bool:
-    """Whether an operation of an autograd graph has an output of the shape."""
-    seen, stack = {node}, [node]
-    while stack:
-        current = stack.pop()
-        if any(tuple(output.shape) == shape for output in current._input_metadata):
-            return True
-        next_nodes = {each for each, _ in current.next_functions if each is not None} - seen
-        seen |= next_nodes
-        stack += next_nodes
-    return False

@@ -44,7 +44,6 @@ from hybrid.custom_loop.local_batches import (
     size_of,
     skip_samples,
     slice_batches,
-    tensors_of,
 )
 from hybrid.custom_loop.loop_state import PassHistory
 from hybrid.custom_loop.loop_warnings import LoopWarnings
@@ -462,13 +461,6 @@ class TrainingLoop:
                 "the loss does not depend on the module: its graph was detached, or not recorded"
             )
         parameters = list(self.model.net.parameters())
-        if self.step == 0:
-            tensors = tensors_of(current.batch.values)
-            shapes = [each.shape for each in (*parameters, *current.batch.drawn.values())]
-            shapes += [each.shape[1:] for each in tensors]
-            self.warnings.check_pairs(
-                local_loss, current.batch.size, {each.embedding_dim for each in self._modules}.union(*shapes)
-            )
         # The workers wait for the gradients of every lookup, even if the module called no table.
         self._use_prefetched(current)
         zero = torch.stack(current.zeros).sum().to(local_loss.dtype)
