@@ -62,7 +62,7 @@ def write_parquet(folder: Path) -> None:
 
 
 def config_of(*paths: StoragePath, **keys: Any) -> RunConfig:
-    config = csv_config(*paths, dense=("x",), sparse=("user",))
+    config = csv_config(*paths, dense=("x",), sparse=("user",), numeric_scaling="min_max")
     return config.replace(data=replace(config.data, **keys))
 
 
