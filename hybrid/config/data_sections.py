@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, in_files, model, option, setting
 from hybrid.errors import ConfigError
@@ -344,27 +344,23 @@ class Column:
 
     name: str
     sources: tuple[str, ...]
-    kind: str
-    bounds: tuple[float, ...]
-    quantiles: int
-    weight_separator: str
-    date_format: str
+    kind: str  # "buckets" for quantiles, too
+    arguments: Mapping[str, Any]  # those of the key ``kind``
     separator: str
     has_several: bool  # whether a row may have several ids
     max_ids: int
     too_many_ids: str
-    transform: str
-    scaling: str
-    mean: float  # mean, std: of the transformed numbers, for the scaling "given"
-    std: float
-    vocabulary: str
-    min_count: int
-    hash_rows: int
+    scaling: Call
+    vocabulary: Call
 
     @property
     def has_vocabulary(self) -> bool:
         """Whether the column has a vocabulary of the values in training rows."""
-        return self.kind in ("value", "weighted") and self.vocabulary == "build"
+        return self.kind in ("value", "weighted") and self.vocabulary.name == "build"
+
+    @property
+    def transform(self) -> str:
+        return "log" if self.scaling["log"] else "none"
 
     @property
     def source(self) -> str:
@@ -391,7 +387,7 @@ def columns_of(
     dense = tuple(_column(data, sections, name) for name in data.dense)
     sparse = tuple(_column(data, sections, name) for name in data.sparse)
     for column in sparse:
-        if column.kind == "weighted" and column.weight_separator in ("", column.separator):
+        if column.kind == "weighted" and column.arguments["separator"] in ("", column.separator):
             rule = "separator must not be empty, nor equal the separator of ids"
             raise ConfigError(f"columns.{column.name}.kind", rule, sections[column.name].kind)
     return dense, sparse
@@ -405,18 +401,15 @@ def sequence_length(name: str, section: ColumnSection) -> int:
     return section.max_ids if section.pooling == UNPOOLED else 0
 
 
-def column_growth(data: DataSection, name: str, section: ColumnSection) -> Call | None:
+def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
     """Return how the table of a column grows, or None; ConfigError if its limit of rows is too small."""
-    key, text = f"columns.{name}.vocabulary", section.vocabulary
-    if text is None:
-        key, text = "data.vocabulary", data.vocabulary
-    call = VOCABULARY_CALLS.parse(key, text)
-    has_vocabulary = "vocabulary" in _KEYS.get(
-        KIND_CALLS.parse(f"columns.{name}.kind", section.kind).name, ()
-    )
-    if call.name != GROW or not has_vocabulary:
+    column = _column(data, sections, name)
+    call = column.vocabulary
+    if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):
         return None
     if 0 < call["max_rows"] < MIN_GROWING_ROWS:
+        own = sections.get(name, _DEFAULTS).vocabulary
+        key, text = (f"columns.{name}.vocabulary", own) if own else ("data.vocabulary", data.vocabulary)
         raise ConfigError(key, f"max_rows must be 0, for no limit, or at least {MIN_GROWING_ROWS:,}", text)
     return call
 
@@ -432,27 +425,19 @@ def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str)
     key = f"columns.{name}"
     kind = KIND_CALLS.parse(f"{key}.kind", section.kind)
     separator = section.multi_hot_separator
-    scaling = SCALING_CALLS.parse(f"{key}.numeric_scaling", section.numeric_scaling or data.numeric_scaling)
-    vocabulary = VOCABULARY_CALLS.parse(f"{key}.vocabulary", section.vocabulary or data.vocabulary)
+    scaling = section.numeric_scaling or data.numeric_scaling
+    vocabulary = section.vocabulary or data.vocabulary
     return Column(
         name=name,
         sources=section.source or (name,),
         kind="buckets" if kind.name == "quantiles" else kind.name,
-        bounds=kind.arguments.get("bounds", ()),
-        quantiles=kind.arguments.get("buckets", 0),
-        weight_separator=kind.arguments.get("separator", ":"),
-        date_format=kind.arguments.get("format", ""),
+        arguments=kind.arguments,
         separator=data.multi_hot_separator if separator is None else separator,
         has_several=bool(separator) or section.max_ids > 1,
         max_ids=section.max_ids,
         too_many_ids=section.too_many_ids,
-        transform="log" if scaling["log"] else "none",
-        scaling=scaling.name,
-        mean=scaling.arguments.get("mean", 0.0),
-        std=scaling.arguments.get("std", 1.0),
-        vocabulary=vocabulary.name,
-        min_count=vocabulary.arguments.get("min_count", 1),
-        hash_rows=vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS),
+        scaling=SCALING_CALLS.parse(f"{key}.numeric_scaling", scaling),
+        vocabulary=VOCABULARY_CALLS.parse(f"{key}.vocabulary", vocabulary),
     )
 
 

@@ -302,7 +302,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
     """Return the growth of a table, None if it is fixed; ConfigError if its keys or columns contradict it."""
-    calls = [column_growth(config.data, each, config.columns.get(each, ColumnSection())) for each in columns]
+    calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):
         rule = "must be columns with the same vocabulary, since the table of one of them grows"

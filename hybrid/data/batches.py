@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from hybrid.batch import Batch, padding_bounds, slice_bounds
 from hybrid.config import TaskSection
-from hybrid.data.dataset.prepared_dataset import PreparedDataset, positions
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import positions
 from hybrid.errors import ConfigError, DataError
 
 Rows: TypeAlias = npt.NDArray[np.int64]
@@ -121,8 +122,11 @@ class BatchLoader:
             if first < last:
                 local = np.concatenate([local, rows[first:last]])
             total_groups = self.dataset.total_groups(rows) if self.by_group else None
-            batch = self.dataset.gather(local, len(rows), self.dataset.total_weights(rows), total_groups)
-            yield batch._replace(local_size=stop - start)
+            yield self.dataset.gather(local, len(rows))._replace(
+                local_size=stop - start,
+                total_weights=self.dataset.total_weights(rows),
+                total_groups=total_groups,
+            )
 
     def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:
         """Return the order of ``number`` rows or groups, which returns the rows between two positions."""

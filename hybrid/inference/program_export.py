@@ -180,7 +180,7 @@ def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
                 "sources": column.sources,
                 "kind": column.kind,
                 "multi_hot_separator": column.separator,
-                "weight_separator": column.weight_separator,
+                "weight_separator": column.arguments.get("separator", ":"),
                 "max_ids": column.max_ids,
                 "too_many_ids": column.too_many_ids,
             }

@@ -180,7 +180,7 @@ class SourceRows:
             num_rows += size
             if block.targets is not None:
                 labels.append(LabelSums.of(block.targets))
-            batch = block_batch(encoded, encoder.input_spec, block.targets)
+            batch = block_batch(encoded, encoder.input_spec)
             passthrough = {name: decode_dictionaries(each) for name, each in block.passthrough.items()}
             yield RowBlock(batch, block.source_rows_B, passthrough)
         if not num_rows:

@@ -15,13 +15,11 @@ from hybrid.config import ColumnSection, DataSection, RunConfig, TableSection, T
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import (
+    BlockStatistics,
     FittedStatistics,
-    Moments,
     ValueCounts,
-    bucketed_numbers,
     fit_encoder,
     group_by_vocabulary,
-    has_several_values,
     rank,
 )
 from hybrid.data.parse import delimited_text
@@ -118,10 +116,7 @@ def fit(
     statistics = FittedStatistics(layout)
     counts: dict[str, list[ValueCounts]] = {}
     for block in blocks:
-        statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))
-        for k, column in enumerate(block.sparse):
-            statistics.several_K[k] |= has_several_values(column)
-            statistics.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))
+        statistics.add(BlockStatistics.of(block, layout))
         for name, group in group_by_vocabulary(layout.sparse, tables).items():
             counts.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
     ranked = {name: rank(each) for name, each in counts.items()}

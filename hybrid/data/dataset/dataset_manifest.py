@@ -81,7 +81,7 @@ class DataManifest:
         folder: Path,
         spec: InputSpec,
         splits: dict[str, DatasetReport],
-        inputs: dict[str, tuple[InputFile, ...]] | None = None,
+        inputs: dict[str, tuple[InputFile, ...]],
     ) -> None:
         """Write the manifest of ``folder``; all other files must be in the folder."""
         stored = {
@@ -89,7 +89,7 @@ class DataManifest:
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
-        content = {"format": FORMAT_VERSION, **asdict(cls(spec, splits, inputs or {}, stored))}
+        content = {"format": FORMAT_VERSION, **asdict(cls(spec, splits, inputs, stored))}
         write_bytes(folder / FILE_NAME, json.dumps(content, indent=1).encode())
 
     @classmethod

@@ -31,7 +31,7 @@ from torch import Tensor
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import TaskSection
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, LabelReport
-from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, Ids
+from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, Ids, positions
 from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -72,22 +72,22 @@ class PreparedDataset:
         self.input_spec = manifest.input_spec
         self.report = manifest.splits[split]
         self.num_samples = self.report.num_rows
-        self._dense, self._ids, self.source_rows = arrays["dense"], arrays["ids"], arrays["source_rows"]
-        self._labels = arrays["labels"]
-        self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
-        self.has_groups = self._groups is not None
+        self.source_rows = arrays["source_rows"]
         self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
-        self._bags = {  # ids, offsets and weights of each multi-hot feature
-            k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
+        self._targets = Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups"))
+        self.has_groups = self._targets.groups_B is not None
+        bags = [
+            EncodedBags(arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
             for k, feature in enumerate(self.input_spec.sparse_features)
             if feature.multi_hot
-        }
+        ]
+        self._samples = EncodedBlock(arrays["dense"], arrays["ids"], tuple(bags), self._targets)
 
     @property
     def ids_per_sample(self) -> dict[str, float]:
         """The mean number of ids of each multi-hot feature; other features have exactly one id."""
         names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
-        pairs = zip(names, self._bags.values(), strict=True)
+        pairs = zip(names, self._samples.bags, strict=True)
         return {name: len(ids_L) / max(1, self.num_samples) for name, (ids_L, *_) in pairs}
 
     def count_ids(self, feature: int) -> Tensor:
@@ -97,46 +97,28 @@ class PreparedDataset:
             feature: index of a feature with one id per sample.
         """
         features = self.input_spec.sparse_features
-        ids_N = self._ids[:, sum(not each.multi_hot for each in features[:feature])]
-        if self._weights is not None:
-            ids_N = ids_N[(self._weights > 0).any(axis=1)]
+        ids_N = self._samples.ids_BK[:, sum(not each.multi_hot for each in features[:feature])]
+        if self._targets.weights_BT is not None:
+            ids_N = ids_N[(self._targets.weights_BT > 0).any(axis=1)]
         return torch.from_numpy(np.bincount(ids_N, minlength=features[feature].num_rows))
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
         """Return the sums of the weights of ``rows`` by task; None if all samples have the same weight."""
-        if self._weights is None:
+        weights_NT = self._targets.weights_BT
+        if weights_NT is None:
             return None
-        return torch.from_numpy(self._weights.take(rows, axis=0).sum(0, dtype=np.float64))
+        return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the total weights of the groups of ``rows`` by task; the groups must be complete."""
-        assert self._groups is not None
-        labels_BT = torch.from_numpy(self._labels.take(rows, axis=0))
-        weights_BT = None if self._weights is None else torch.from_numpy(self._weights.take(rows, axis=0))
-        return ranking_totals(labels_BT, weights_BT, torch.from_numpy(self._groups.take(rows)))
+        labels_BT, weights_BT, groups_B, _ = self._targets.select(rows)
+        assert groups_B is not None
+        weights = None if weights_BT is None else torch.from_numpy(weights_BT)
+        return ranking_totals(torch.from_numpy(labels_BT), weights, torch.from_numpy(groups_B))
 
-    def gather(
-        self,
-        rows: npt.NDArray[np.int64],
-        global_size: int,
-        total_weights: Tensor | None = None,
-        total_groups: Tensor | None = None,
-    ) -> Batch:
-        """Return the samples ``rows`` (B,), in this order, as a slice of a step with ``global_size`` samples.
-
-        The totals are over all samples of the step; only ranking losses need ``total_groups``.
-        """
-        bags = []
-        for ids_L, offsets, weights_L in self._bags.values():
-            positions_L, lengths_B = positions(offsets, rows)
-            weights = None if weights_L is None else weights_L[positions_L]
-            bags.append(EncodedBags(ids_L[positions_L], lengths_B, weights))
-        block = EncodedBlock(self._dense.take(rows, axis=0), self._ids.take(rows, axis=0), tuple(bags))
-        weights_BT = None if self._weights is None else self._weights.take(rows, axis=0)
-        groups_B = None if self._groups is None else self._groups.take(rows)
-        targets = Targets(self._labels.take(rows, axis=0), weights_BT, groups_B)
-        batch = block_batch(block, self.input_spec, targets)
-        return batch._replace(global_size=global_size, total_weights=total_weights, total_groups=total_groups)
+    def gather(self, rows: npt.NDArray[np.int64], global_size: int) -> Batch:
+        """Return the samples ``rows`` (B,), in this order, a slice of a step of ``global_size`` samples."""
+        return block_batch(self._samples.take(rows), self.input_spec)._replace(global_size=global_size)
 
 
 def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
@@ -164,20 +146,6 @@ def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, np
     return arrays
 
 
-def positions(
-    offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of all items in the bags ``rows``, bag by bag, and the lengths of the bags.
-
-    Args:
-        offsets: the start of each bag, and the end of the last.
-    """
-    starts_B = offsets[rows]
-    lengths_B = offsets[rows + 1] - starts_B
-    before_B = np.cumsum(lengths_B) - lengths_B
-    return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B
-
-
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
     """Return a float32 column for each task; a vector for one task."""
     return torch.from_numpy(values_BT.astype(np.float32, copy=False)).squeeze(1)
@@ -192,27 +160,29 @@ def sparse_features(
         return SparseFeatures(torch.from_numpy(ids_KB.reshape(-1)), None, None, len(features))
     is_weighted = any(feature.weighted for feature in features)
     one_id, multi_hot = iter(ids_KB), iter(bags)
-    ids, weights, lengths = [], [], [np.zeros(1, np.int64)]
+    ids, weights, ends, num_ids = [], [], [np.zeros(1, np.int64)], 0
     for feature in features:
         given_L = None
         if feature.multi_hot:
-            ids_L, lengths_B, given_L = next(multi_hot)
-            ids.append(ids_L.astype(np.int64))
+            ids_L, offsets, given_L = next(multi_hot)
         else:
-            lengths_B = np.ones(len(ids_BK), np.int64)
-            ids.append(next(one_id))
-        lengths.append(lengths_B)
+            ids_L, offsets = next(one_id), np.arange(len(ids_BK) + 1)
+        ids.append(ids_L.astype(np.int64, copy=False))
+        ends.append(num_ids + offsets[1:])
+        num_ids += len(ids_L)
         if is_weighted:
-            weights.append(np.ones(len(ids[-1]), np.float32) if given_L is None else given_L)
+            weights.append(np.ones(len(ids_L), np.float32) if given_L is None else given_L)
     weights_L = torch.from_numpy(np.concatenate(weights)) if weights else None
-    ends = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
-    return SparseFeatures(torch.from_numpy(np.concatenate(ids)), ends, weights_L, len(features))
+    all_ends = torch.from_numpy(np.concatenate(ends))
+    return SparseFeatures(torch.from_numpy(np.concatenate(ids)), all_ends, weights_L, len(features))
 
 
-def block_batch(block: EncodedBlock, spec: InputSpec, targets: Targets | None = None) -> Batch:
+def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
     """Return all samples of a block; without targets, labels are NaN."""
-    size = len(block.dense_BF)
-    labels_BT, weights_BT, groups_B, times_B = targets or Targets(np.full((size, 1), np.nan, np.float32))
+    size = block.size
+    labels_BT, weights_BT, groups_B, times_B = block.targets or Targets(
+        np.full((size, 1), np.nan, np.float32)
+    )
     return Batch(
         torch.from_numpy(block.dense_BF),
         sparse_features(block.ids_BK, block.bags, spec.sparse_features),
@@ -229,6 +199,9 @@ class SplitPosition(NamedTuple):
 
     row: int
     values_K: npt.NDArray[np.int64]
+
+    def plus(self, num_rows: int, values_K: npt.NDArray[np.int64]) -> SplitPosition:
+        return SplitPosition(self.row + num_rows, self.values_K + values_K)
 
 
 class LabelSums(NamedTuple):
@@ -310,11 +283,13 @@ class SplitWriter:
         self._bag_ends = {k: int(start.values_K[k]) for k in multi_hot}
         self.label_sums: list[LabelSums] = []
 
-    def append(self, block: EncodedBlock, targets: Targets, source_rows_B: npt.NDArray[np.int64]) -> None:
+    def append(self, block: EncodedBlock, source_rows_B: npt.NDArray[np.int64]) -> None:
+        targets = block.targets
+        assert targets is not None
         self._put(self._row, dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
         self._put(self._row, labels=targets.labels_BT, weights=targets.weights_BT, groups=targets.groups_B)
         for (k, end), bag in zip(self._bag_ends.items(), block.bags, strict=True):
-            self._put(self._row + 1, **{f"bag_{k}_offsets": end + np.cumsum(bag.lengths_B)})
+            self._put(self._row + 1, **{f"bag_{k}_offsets": end + bag.offsets[1:]})
             self._put(end, **{f"bag_{k}_ids": bag.ids_L, f"bag_{k}_weights": bag.weights_L})
             self._bag_ends[k] += len(bag.ids_L)
         self._row += len(source_rows_B)

@@ -27,6 +27,7 @@ from hybrid.data.encode.vocabulary_file import VocabularyFile, open_vocabularies
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.canonical import compute_keys, hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
+from hybrid.data.values.model_columns import Targets
 from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -59,8 +60,32 @@ class EncodedBags(NamedTuple):
     """The ids of a multi-hot feature of B samples."""
 
     ids_L: Ids  # the ids of all samples; int64 for keys
-    lengths_B: npt.NDArray[np.int64]  # the number of ids of each sample
+    offsets: npt.NDArray[np.int64]  # (B + 1,): where the ids of each sample start, and where the last end
     weights_L: npt.NDArray[np.float32] | None = None  # if the ids have weights
+
+    @classmethod
+    def of(cls, ids_B: Ids, given_B: npt.NDArray[np.bool_]) -> EncodedBags:
+        """Return bags of one id, or none where ``given_B`` is false."""
+        return cls(ids_B[given_B], np.append(0, np.cumsum(given_B)))
+
+    def take(self, rows: npt.NDArray[np.int64]) -> EncodedBags:
+        positions_L, lengths_B = positions(self.offsets, rows)
+        weights_L = None if self.weights_L is None else self.weights_L[positions_L]
+        return EncodedBags(self.ids_L[positions_L], np.append(0, lengths_B.cumsum()), weights_L)
+
+
+def positions(
+    offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the positions of all items in the bags ``rows``, bag by bag, and the lengths of the bags.
+
+    Args:
+        offsets: the start of each bag, and the end of the last.
+    """
+    starts_B = offsets[rows]
+    lengths_B = offsets[rows + 1] - starts_B
+    before_B = np.cumsum(lengths_B) - lengths_B
+    return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B
 
 
 @dataclass(frozen=True)
@@ -105,17 +130,15 @@ class SparseEncoding:
             return np.where(np.isnan(numbers_B), 0, rows_B).astype(np.int32)
         if pa.types.is_integer(column.type):
             keys_B: Ids = np.asarray(column.fill_null(0))
-            given_B = np.asarray(column.is_valid())
-            return EncodedBags(keys_B[given_B], given_B.astype(np.int64)) if self.multi_hot else keys_B
+            return EncodedBags.of(keys_B, np.asarray(column.is_valid())) if self.multi_hot else keys_B
         if not is_list(column):
-            if not self.multi_hot:
-                return self._encode_flat(column)
-            given_B = np.asarray(column.is_valid())
-            return EncodedBags(self._encode_flat(column)[given_B], given_B.astype(np.int64))
+            ids_B = self._encode_flat(column)
+            return EncodedBags.of(ids_B, np.asarray(column.is_valid())) if self.multi_hot else ids_B
         ids_L = self._encode_flat(column.flatten())
-        lengths_B = np.diff(np.asarray(column.offsets)).astype(np.int64)
+        offsets = np.asarray(column.offsets).astype(np.int64)
         if self.multi_hot:
-            return EncodedBags(ids_L, lengths_B)
+            return EncodedBags(ids_L, offsets - offsets[0])
+        lengths_B = np.diff(offsets)
         ids_B = np.zeros(len(lengths_B), ids_L.dtype)
         ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
         return ids_B
@@ -158,12 +181,26 @@ class UnknownValues:
 
 
 class EncodedBlock(NamedTuple):
-    """B samples as numbers."""
+    """B samples as numbers; of a prepared split, the arrays are mapped into memory."""
 
     dense_BF: npt.NDArray[np.float32]
     # One column for each feature with one id per sample, in the order of features; int64 if one has keys.
     ids_BK: Ids
     bags: tuple[EncodedBags, ...] = ()  # one for each multi-hot feature, in the order of features
+    targets: Targets | None = None  # labels, weights and groups, or None
+
+    @property
+    def size(self) -> int:
+        return len(self.dense_BF)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> EncodedBlock:
+        """Return some samples, in the order of their indices ``rows``."""
+        return EncodedBlock(
+            self.dense_BF.take(rows, axis=0),
+            self.ids_BK.take(rows, axis=0),
+            tuple(bag.take(rows) for bag in self.bags),
+            None if self.targets is None else self.targets.select(rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -209,7 +246,7 @@ class FeatureEncoder:
             else:
                 one_id.append(ids)
         ids_BK: Ids = np.stack(one_id, axis=1) if one_id else np.empty((len(dense_BF), 0), np.int32)
-        return EncodedBlock(dense_BF, ids_BK, tuple(bags))
+        return EncodedBlock(dense_BF, ids_BK, tuple(bags), block.targets)
 
     @property
     def vocabularies(self) -> list[Vocabulary]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.config import TableSection
-from hybrid.config.data_sections import GROW, Column
+from hybrid.config.data_sections import DEFAULT_HASH_ROWS, GROW, Column
 from hybrid.config.validation import table_of_column
 from hybrid.data.encode.feature_encoder import (
     DenseEncoding,
@@ -21,6 +21,7 @@ from hybrid.data.encode.feature_encoder import (
     transform_columns,
 )
 from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.column_values import DATE_BOUNDS, is_list
 from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
@@ -62,7 +63,7 @@ class Moments(NamedTuple):
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
         )
-        is_range_F = np.array([column.scaling == "min_max" for column in columns], np.bool_)
+        is_range_F = np.array([column.scaling.name == "min_max" for column in columns], np.bool_)
         # The inverse of encodings(), in which the scale of a constant column says nothing.
         varies_F = np.where(is_range_F, missing_F > 0, scale_F != np.maximum(np.abs(shift_F), 1.0))
         count_F = np.where(self.count_F > 0, varies_F * self.count_F * (1 - weight) / weight, 1.0)
@@ -100,15 +101,15 @@ class Moments(NamedTuple):
         values = (each.tolist() for each in (self.mean_F, deviation_F, self.lowest_F, self.highest_F))
         for column, mean, deviation, lowest, highest in zip(columns, *values, strict=True):
             shift, scale, missing = 0.0, 1.0, 0.0
-            if column.scaling == "standardize":
+            if column.scaling.name == "standardize":
                 shift, scale = mean, deviation
-            elif column.scaling == "min_max" and lowest <= highest:
+            elif column.scaling.name == "min_max" and lowest <= highest:
                 shift = lowest
                 if lowest < highest:
                     scale = highest - lowest
                     missing = (mean - lowest) / scale
-            elif column.scaling == "given":
-                shift, scale = column.mean, column.std
+            elif column.scaling.name == "given":
+                shift, scale = column.scaling["mean"], column.scaling["std"]
             encodings.append(DenseEncoding(column.name, shift, scale, missing, column.transform))
         return tuple(encodings)
 
@@ -172,18 +173,43 @@ class ValueCounts(NamedTuple):
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
 
-class FittedStatistics:
-    """Statistics of the training rows, besides vocabularies.
+class BlockStatistics(NamedTuple):
+    """Statistics of a block of training rows, besides the counts of its values."""
 
-    Attributes:
-        several_K: whether a row of a column of data.sparse has several values.
-        quantiles_K: quantiles of the columns with quantile buckets; empty for other columns.
-    """
+    moments: Moments
+    several_K: npt.NDArray[np.bool_]  # whether a row of a column of data.sparse has several values
+    numbers_K: list[npt.NDArray[np.float64]]  # numbers of columns with quantile buckets; none of others
+
+    @classmethod
+    def of(cls, block: RawBlock, layout: Layout) -> BlockStatistics:
+        several = [is_list(each) and (np.diff(np.asarray(each.offsets)) > 1).any() for each in block.sparse]
+        numbers = [
+            np.asarray(values.drop_null()) if "buckets" in column.arguments else np.empty(0)
+            for column, values in zip(layout.sparse, block.sparse, strict=True)
+        ]
+        return cls(Moments.of(block.dense_BF, layout.transforms), np.array(several, np.bool_), numbers)
+
+
+class FittedStatistics:
+    """The statistics of all blocks of training rows; see :class:`BlockStatistics`."""
 
     def __init__(self, layout: Layout) -> None:
         self.moments = Moments.of(np.empty((0, len(layout.dense))), ())
         self.several_K = np.zeros(len(layout.sparse), np.bool_)
         self.quantiles_K = [Quantiles() for _ in layout.sparse]
+
+    @classmethod
+    def of(cls, layout: Layout, blocks: Iterable[RawBlock]) -> FittedStatistics:
+        statistics = cls(layout)
+        for block in blocks:
+            statistics.add(BlockStatistics.of(block, layout))
+        return statistics
+
+    def add(self, block: BlockStatistics) -> None:
+        self.moments = self.moments.plus(block.moments)
+        self.several_K |= block.several_K
+        for quantiles, numbers in zip(self.quantiles_K, block.numbers_K, strict=True):
+            quantiles.add(numbers)
 
 
 def group_by_vocabulary(
@@ -199,16 +225,6 @@ def group_by_vocabulary(
         if column.has_vocabulary:
             groups.setdefault(table_of.get(column.name, column.name), []).append(k)
     return groups
-
-
-def bucketed_numbers(column: Column, values: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers of a column with quantile buckets; return none for other columns."""
-    return np.asarray(values.drop_null()) if column.quantiles else np.empty(0)
-
-
-def has_several_values(column: pa.Array) -> bool:
-    """Return whether a row of a column of a ``RawBlock`` has more than one value."""
-    return is_list(column) and bool((np.diff(np.asarray(column.offsets)) > 1).any())
 
 
 def rank(counts: Sequence[ValueCounts]) -> ValueCounts:
@@ -246,21 +262,24 @@ def fit_encoder(
         is_bag = column.kind != "cross" and (has_several or has_weights)
         if (values := of_column.get(k)) is not None:
             # Counts fall: the values that occur at least min_count times come first.
-            known = bisect_right(values.counts_D, -column.min_count, key=lambda count: -count)
+            min_count = column.vocabulary["min_count"]
+            known = bisect_right(values.counts_D, -min_count, key=lambda count: -count)
             encoding = SparseEncoding(column.name, "build", 1 + known, is_bag, weighted=has_weights)
             # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is
             # unknown.
-            unknown_alone = int(values.counts_D[values.counts_D <= column.min_count].sum())
+            unknown_alone = int(values.counts_D[values.counts_D <= min_count].sum())
             expected = unknown_alone / max(1, int(values.counts_D.sum()))
             vocabulary = Vocabulary(values.values.slice(0, known))
             encoding = replace(encoding, values=vocabulary, expected_unknown=expected)
         elif column.kind in ("buckets", "hour", "weekday"):
-            bounds = DATE_BOUNDS.get(column.kind, column.bounds)
-            if column.quantiles:
-                bounds = statistics.quantiles_K[k].bounds(column.quantiles)
+            bounds = column.arguments.get("bounds", DATE_BOUNDS.get(column.kind, ()))
+            if "buckets" in column.arguments:
+                bounds = statistics.quantiles_K[k].bounds(column.arguments["buckets"])
             encoding = SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
         else:
-            name, num_rows = (GROW, 0) if column.vocabulary == GROW else ("hash", column.hash_rows)
+            name, num_rows = GROW, 0
+            if column.vocabulary.name != GROW:
+                name, num_rows = "hash", column.vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS)
             encoding = SparseEncoding(column.name, name, num_rows, is_bag, weighted=has_weights)
         sparse.append(encoding)
     return FeatureEncoder(statistics.moments.encodings(layout.dense), tuple(sparse))

@@ -1,4 +1,15 @@
-"""Preparation of files: each segment of a file is parsed once, by as many threads as there are cores."""
+"""Preparation of files: each segment of a file is parsed once, by as many threads as there are cores.
+
+A stage processes a segment, or a piece (some blocks of a segment)::
+
+    parse_segment  a segment of a file ──> pieces: numbers, and codes into the piece's distinct values
+    hold_out       all training pieces ──> the rule that selects the rows of each split
+    fit_piece      a piece             ──> counts of each value in training rows; moments; quantiles
+    rank_values    all pieces          ──> a vocabulary: the values by descending count
+    encode_piece   a piece             ──> its samples, at their position in the arrays of the splits
+
+The result of a stage depends on the files and the configuration alone, not on the threads that run it.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +19,48 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import JOINS, PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
-from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, create_arrays, label_reports
-from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, report_unknown
-from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary
-from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.input_files import find_side_files
-from hybrid.data.parse.side_tables import read_side_tables
-from hybrid.data.parse.sources import Segment, split_files
-from hybrid.data.prepare import spill
-from hybrid.data.prepare.spill import SegmentLog
-from hybrid.data.prepare.stages import (
-    Piece,
-    encode_piece,
-    fit_piece,
-    hold_out,
-    index_values,
-    parse_segment,
-    rank_values,
+from hybrid.data.dataset.prepared_dataset import (
+    LabelSums,
+    SplitPosition,
+    SplitWriter,
+    create_arrays,
+    label_reports,
 )
-from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
+from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, count_unknown, report_unknown
+from hybrid.data.encode.fitting import (
+    BlockStatistics,
+    FittedStatistics,
+    ValueCounts,
+    fit_encoder,
+    group_by_vocabulary,
+    rank,
+)
+from hybrid.data.parse import sources
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.input_files import InputFile
+from hybrid.data.parse.side_tables import read_side_tables
+from hybrid.data.parse.sources import RawBlock, Segment, split_files
+from hybrid.data.prepare.spill import Piece, hold_out
+from hybrid.data.values.column_values import is_list
+from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, InvalidRowReport
+from hybrid.data.values.vocabulary import HASHED_AT_ONCE
 from hybrid.errors import DataError
 from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.progress import Progress
-from hybrid.storage.remote_path import StoragePath
+from hybrid.storage.remote_path import parse_path
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -48,6 +68,27 @@ Result = TypeVar("Result")
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
 # Estimate of a thread's memory: 64 MiB of text, with up to 16 bytes for each byte of it.
 _MEMORY_PER_THREAD = 1 << 30
+# Measured bytes of memory: for ranking, per value and per byte of text; for finding values by hash, per
+# value, and per byte of text in one block.
+_RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE, _HASHED_BYTE = 220, 4, 60, 32
+RANKED_AT_ONCE = 1 << 16  # values of pieces are added up when there are so many, or as many as are known
+
+
+class BlockLog(NamedTuple):
+    """The rows of a block."""
+
+    num_rows: int  # number of rows, invalid ones included
+    num_lines: int  # lines of these rows in the file
+    num_valid: int
+    invalid: list[InvalidRow]  # the invalid rows, with their lines in the segment
+
+
+@dataclass(frozen=True)
+class SegmentLog:
+    """The blocks of a parsed segment, and the pieces."""
+
+    blocks: list[BlockLog]
+    pieces: list[Piece]
 
 
 @dataclass(eq=False)
@@ -55,23 +96,27 @@ class FilesPreparation:
     """Prepares the samples of files, and writes the arrays of all splits."""
 
     config: RunConfig  # the file format, and the rules for splits
+    files: Mapping[str, Sequence[InputFile]]  # see hybrid.data.parse.input_files.find_input_files
     folder: Path  # folder of the splits
     report: Callable[[str], None]  # see hybrid.data.prepare.preparation.prepare
 
     def __post_init__(self) -> None:
-        layout = Layout.of(self.config.data, self.config.columns, self.config.tasks)
-        tables = read_side_tables(self.config.data, layout.required, find_side_files(self.config.data))
+        data = self.config.data
+        layout = Layout.of(data, self.config.columns, self.config.tasks)
+        side_files = [self.files[f"{JOINS}[{i}]"] for i in range(len(data.joins))]
+        tables = read_side_tables(data, layout.required, side_files)
         self._layout = replace(layout, side_tables=tables)
         self._spill = self.folder / "segments"
         self._progress = Progress(self.report)
         self._fraction = 0.0  # completed fraction of the work
         self._should_stop = threading.Event()
 
-    def write(
-        self, files: Mapping[str, Sequence[StoragePath]]
-    ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
-        """Write the arrays of the splits of ``files``; return the encoder, and the report of each split."""
-        segments = {split: split_files(each, self._layout) for split, each in files.items()}
+    def write(self) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
+        """Write the arrays of all splits; return the encoder, and the report of each split."""
+        paths = {
+            split: [parse_path(file.path) for file in self.files[split]] for split in self.config.data.splits
+        }
+        segments = {split: split_files(each, self._layout) for split, each in paths.items()}
         size = sum(segment.size for segment in chain(*segments.values()))
         fit = available_memory_bytes() // 2 // _MEMORY_PER_THREAD
         cores = len(os.sched_getaffinity(0))
@@ -85,12 +130,8 @@ class FilesPreparation:
         try:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
-
-            def rank(group: Sequence[int]) -> ValueCounts:
-                columns = {k: self._layout.sparse[k].name for k in group}
-                return rank_values(columns, pieces, self._num_threads, lambda: self._advance(0))
-
-            ranked = self._map("ordering values", ordering, rank, [*groups.values()])
+            rank_group = partial(self.rank_values, pieces)
+            ranked = self._map("ordering values", ordering, rank_group, [*groups.values()])
             vocabularies = dict(zip(groups, ranked, strict=True))
             encoder = fit_encoder(self._layout, self.config.tables, statistics, vocabularies)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
@@ -104,22 +145,26 @@ class FilesPreparation:
         self, segments: Mapping[str, Sequence[Segment]]
     ) -> tuple[list[Piece], dict[str, InvalidRowReport]]:
         """Return the pieces of all segments, and the reports of invalid rows."""
-        layouts = dict.fromkeys(segments, self._layout.without_holdouts) | {TRAIN: self._layout}
         jobs = [
             (split, segment, self._spill / f"{split}-{i}")
             for split, each in segments.items()
             for i, segment in enumerate(each)
         ]
 
-        def parse(job: tuple[str, Segment, Path]) -> SegmentLog:
-            split, segment, folder = job
-            return parse_segment(segment, folder, layouts[split], self._advance)
-
         reports = dict.fromkeys(self.config.data.splits, NO_INVALID_ROWS)
         all_pieces: list[Piece] = []
-        parsed = zip(jobs, self._map("reading", 0.62, parse, jobs), strict=True)
+        parsed = zip(jobs, self._map("reading", 0.62, self.parse_segment, jobs), strict=True)
         for split, of_split in groupby(parsed, lambda each: each[0][0]):
-            pieces, reports[split] = self._collect(of_split)
+            log, pieces = InvalidRowLog(self.config.data.max_invalid_fraction), list[Piece]()
+            first_row = lines = 0
+            for (_, segment, _), segment_log in of_split:
+                lines = lines if segment.start else 0
+                for block in segment_log.blocks:
+                    log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
+                pieces += [each._replace(first_row=first_row + each.first_row) for each in segment_log.pieces]
+                lines += sum(block.num_lines for block in segment_log.blocks)
+                first_row += sum(block.num_rows for block in segment_log.blocks)
+            reports[split] = log.finish()
             if split == TRAIN:
                 pieces = hold_out(self.config, pieces)
             elif not pieces:
@@ -128,39 +173,16 @@ class FilesPreparation:
             all_pieces += pieces
         return all_pieces, reports
 
-    def _collect(
-        self, parsed: Iterator[tuple[tuple[str, Segment, Path], SegmentLog]]
-    ) -> tuple[list[Piece], InvalidRowReport]:
-        """Return the pieces of the segments of a split, and their invalid rows."""
-        log = InvalidRowLog(self.config.data.max_invalid_fraction)
-        pieces = []
-        first_row = lines = 0
-        for (split, segment, folder), segment_log in parsed:
-            if not segment.start:
-                lines = 0
-            for block in segment_log.blocks:
-                log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
-            for i, piece in enumerate(segment_log.pieces):
-                pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece, split))
-            lines += sum(block.num_lines for block in segment_log.blocks)
-            first_row += sum(block.num_rows for block in segment_log.blocks)
-        return pieces, log.finish()
-
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
         """Return statistics of the training rows; and for each split, the starts of pieces, and the end."""
         statistics = FittedStatistics(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
-        layout = self._layout
-        starts = {split: [nothing] for split in layout.data.splits}
-        for of_piece in self._map("counting", 0.08, lambda piece: fit_piece(piece, layout), pieces):
-            for moments, numbers in zip(of_piece.moments, of_piece.numbers, strict=True):
-                statistics.moments = statistics.moments.plus(moments)
-                for quantiles, each in zip(statistics.quantiles_K, numbers, strict=True):
-                    quantiles.add(each)
-            statistics.several_K |= of_piece.several_K
-            for split, (num_rows, values_K) in of_piece.sizes.items():
-                last = starts[split][-1]
-                starts[split].append(SplitPosition(last.row + num_rows, last.values_K + values_K))
+        starts = {split: [nothing] for split in self.config.data.splits}
+        for blocks, sizes in self._map("counting", 0.08, self.fit_piece, pieces):
+            for block in blocks:
+                statistics.add(block)
+            for split, size in sizes.items():
+                starts[split].append(starts[split][-1].plus(*size))
         return statistics, starts
 
     def _encode(
@@ -171,22 +193,16 @@ class FilesPreparation:
         starts: Mapping[str, Sequence[SplitPosition]],
         invalid_rows: Mapping[str, InvalidRowReport],
     ) -> dict[str, DatasetReport]:
-        def index(encoding: SparseEncoding) -> None:
-            index_values(encoding, self._num_threads)
-
-        for _ in self._map("writing", 0.0, index, encoder.sparse):
+        for _ in self._map("writing", 0.0, self.index_values, encoder.sparse):
             pass
         targets = self._layout.targets
         for split, (*_, end) in starts.items():
             create_arrays(self.folder / split, encoder.input_spec, targets, end)
 
-        def encode(job: int) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
-            positions = {split: each[job] for split, each in starts.items()}
-            return encode_piece(pieces[job], encoder, positions, self.folder)
-
+        jobs = [(piece, {split: each[i] for split, each in starts.items()}) for i, piece in enumerate(pieces)]
         sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in starts}
-        for of_splits in self._map("writing", weight, encode, range(len(pieces))):
+        for of_splits in self._map("writing", weight, partial(self.encode_piece, encoder), jobs):
             for split, (label_sums, counts) in of_splits.items():
                 sums[split] += label_sums
                 unknown[split] += counts
@@ -200,6 +216,121 @@ class FilesPreparation:
             )
             for split, (*_, end) in starts.items()
         }
+
+    def parse_segment(self, job: tuple[str, Segment, Path]) -> SegmentLog:
+        """Parse a segment of a split into a new folder."""
+        split, segment, folder = job
+        layout = self._layout if split == TRAIN else self._layout.without_holdouts
+        folder.mkdir()
+        log, held, row = SegmentLog([], []), list[RawBlock](), 0
+
+        def write_held() -> None:
+            log.pieces.append(Piece.write(folder / f"piece-{len(log.pieces)}", held, split))
+            held.clear()
+
+        for table in sources.read_segment(segment, layout):
+            block, invalid = sources.parse(segment.path, table, layout, row)
+            log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
+            if len(block.source_rows_B):
+                held.append(block)
+            row += table.num_rows
+            is_large = layout.data.format != "parquet" and len(held) >= sources.SEGMENT_BLOCKS
+            if is_large or sum(len(each.source_rows_B) for each in held) >= sources.SEGMENT_ROWS:
+                write_held()
+            self._advance(table.num_rows)
+        if held:
+            write_held()
+        return log
+
+    def fit_piece(self, piece: Piece) -> tuple[list[BlockStatistics], dict[str, SplitPosition]]:
+        """Compute the statistics of a piece's training rows, and write the counts of values into the piece.
+
+        Returns:
+            The statistics by block; and for each split, the number of rows, and of values in each column of
+            data.sparse.
+        """
+        layout = self._layout
+        lengths = [len(values) for values in piece.values()]
+        sizes = dict.fromkeys(layout.data.splits, SplitPosition(0, np.zeros(len(lengths), np.int64)))
+        counts: list[npt.NDArray[np.int64]] = [
+            np.zeros(length * column.has_vocabulary, np.int64)
+            for column, length in zip(layout.sparse, lengths, strict=True)
+        ]
+        statistics = []
+        for split, rows in piece.blocks():
+            values = [len(c.flatten()) if is_list(c) else len(c) - c.null_count for c in rows.sparse]
+            sizes[split] = sizes[split].plus(len(rows.source_rows_B), np.array(values, np.int64))
+            if split != TRAIN:
+                continue
+            statistics.append(BlockStatistics.of(rows, layout))
+            for counts_D, column in zip(counts, rows.sparse, strict=True):
+                if counts_D.size:
+                    counts_D += ValueCounts.of(column).counts_D
+        for k, counts_D in enumerate(counts):
+            np.save(piece.counts_path(k), counts_D)
+        return statistics, sizes
+
+    def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
+        """Return the ranked values of columns that share a vocabulary; DataError if memory runs out."""
+        ranked = rank([])
+        waiting, size = list[ValueCounts](), 0
+        for i, piece in enumerate(pieces, 1):
+            self._advance(0)
+            values = piece.values()
+            for k in group:
+                waiting.append(ValueCounts(values[k], np.load(piece.counts_path(k))))
+                size += len(values[k])
+            # A sum costs as much as its values. So the values double, or sums would take most of the time.
+            if i == len(pieces) or size > max(RANKED_AT_ONCE, len(ranked.values)):
+                waiting.append(ranked)
+                num_values = sum(len(each.values) for each in waiting)
+                text_bytes = sum(pc.sum(pc.binary_length(each.values)).as_py() or 0 for each in waiting)
+                num_bytes = _RANKED_VALUE * num_values + _RANKED_BYTE * text_bytes
+                self._require_memory(num_bytes, [self._layout.sparse[k].name for k in group])
+                ranked = rank(waiting)
+                waiting, size = [], 0
+        return ranked
+
+    def index_values(self, encoding: SparseEncoding) -> None:
+        """Index a vocabulary once, before threads look up values; DataError if memory runs out."""
+        if encoding.values is not None:
+            texts = encoding.values.texts
+            num_bytes = _HASHED_VALUE * len(texts)
+            if len(texts):
+                num_bytes += _HASHED_BYTE * texts.nbytes * min(HASHED_AT_ONCE, len(texts)) // len(texts)
+            self._require_memory(num_bytes, [encoding.name])
+            encoding.rows(pa.array([], pa.large_string()))
+
+    def encode_piece(
+        self, encoder: FeatureEncoder, job: tuple[Piece, Mapping[str, SplitPosition]]
+    ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
+        """Write the samples of a piece, the first one at a position in each split.
+
+        Returns:
+            For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
+        """
+        piece, positions = job
+        unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
+        values = piece.values()
+        # For each column, the table row of each distinct value.
+        rows_of_values = [pa.array(each.rows(values[k])) for k, each in enumerate(encoder.sparse)]
+        writers = {
+            split: SplitWriter(self.folder / split, encoder.input_spec, start)
+            for split, start in positions.items()
+        }
+        for split, rows in piece.blocks(rows_of_values):
+            encoded = encoder.encode(rows)
+            unknown[split] += count_unknown(encoder, rows, encoded)
+            writers[split].append(encoded, rows.source_rows_B)
+        return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}
+
+    def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
+        """Raise DataError if less memory is free. Without this check, the system might kill the process."""
+        num_bytes *= self._num_threads  # which share the free memory
+        if num_bytes > available_memory_bytes():
+            gib = num_bytes / 2**30
+            rule = "set data.vocabulary = hash or grow, which keep no values, or add memory"
+            raise DataError(f"{', '.join(names)}: a vocabulary of so many values needs {gib:.1f} GiB; {rule}")
 
     def _map(
         self, phase: str, weight: float, work: Callable[[Job], Result], jobs: Sequence[Job]

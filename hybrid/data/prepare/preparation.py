@@ -32,7 +32,7 @@ from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data.dataset import dataset_manifest, prepared_dataset
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DataManifest, DatasetReport
 from hybrid.data.dataset.prepared_dataset import PreparedDataset, SplitPosition, SplitWriter
-from hybrid.data.encode.feature_encoder import FILE_NAME as FEATURES
+from hybrid.data.encode.feature_encoder import FILE_NAME as FEATURES, FeatureEncoder
 from hybrid.data.parse.input_files import InputFile, check_unchanged, find_input_files, path_columns
 from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.file_preparation import FilesPreparation
@@ -111,10 +111,14 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
             with build_directory(target) as folder:
                 if config.data.format == "synthetic":
                     report("making the synthetic click log")
-                    reports = _write_synthetic(config, folder, report)
+                    files = {}
+                    encoder, reports = _write_synthetic(config, folder, report)
                 else:
                     report(f"preparing {', '.join(file.path for file in chain(*files.values()))}")
-                    reports = _write_files(config, files, folder, report)
+                    encoder, reports = _write_files(config, files, folder, report)
+                prepared_dataset.write_group_order(folder / TRAIN)
+                encoder.save(folder)
+                DataManifest.write(folder, encoder.input_spec, reports, files)
     except StorageError:  # of the input
         raise
     except OSError as error:
@@ -140,7 +144,7 @@ def _is_prepared(target: Path, report: Callable[[str], None]) -> bool:
 
 def _write_synthetic(
     config: RunConfig, folder: Path, report: Callable[[str], None]
-) -> dict[str, DatasetReport]:
+) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
     log = synthetic_log.ClickLog(config.run.seed)
     spec = log.encoder.input_spec
     targets = synthetic_log.targets(config)
@@ -150,13 +154,12 @@ def _write_synthetic(
         prepared_dataset.create_arrays(folder / split, spec, targets, SplitPosition(num_rows, nothing))
         writer = SplitWriter(folder / split, spec, SplitPosition(0, nothing))
         for block in log.blocks(split, num_rows):
-            writer.append(block.samples, block.targets(targets), block.rows_B)
+            writer.append(block.samples._replace(targets=block.targets(targets)), block.rows_B)
             progress.add(len(block.rows_B))
             if split == TEST:
                 truth.append((block.logits_B, block.labels_B))
         labels = prepared_dataset.label_reports(targets.tasks, writer.label_sums)
         reports[split] = DatasetReport(num_rows, labels, NO_INVALID_ROWS)
-    prepared_dataset.write_group_order(folder / TRAIN)
     # No model predicts clicks better than the true probabilities do.
     logits_B, labels_B = (torch.from_numpy(np.concatenate(blocks)) for blocks in zip(*truth, strict=True))
     best = binary_metrics(logits_B, labels_B)
@@ -168,9 +171,7 @@ def _write_synthetic(
         for label, task in zip(reports[TEST].labels, targets.tasks.values(), strict=True)
     )
     reports[TEST] = dataclasses.replace(reports[TEST], labels=labels)
-    log.encoder.save(folder)
-    DataManifest.write(folder, spec, reports)
-    return reports
+    return log.encoder, reports
 
 
 def _write_files(
@@ -178,9 +179,8 @@ def _write_files(
     files: dict[str, tuple[InputFile, ...]],
     folder: Path,
     report: Callable[[str], None],
-) -> dict[str, DatasetReport]:
-    paths = {split: [parse_path(file.path) for file in files[split]] for split in config.data.splits}
-    encoder, reports = FilesPreparation(config, folder, report).write(paths)
+) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
+    encoder, reports = FilesPreparation(config, files, folder, report).write()
     names = ", ".join(file.path for file in files[TRAIN])
     for label in reports[TRAIN].labels:
         key = f"tasks.{label.name}" if config.tasks else "data"
@@ -197,10 +197,7 @@ def _write_files(
                 found += f"; {invalid.total:,} rows are invalid, the first: {invalid.examples[0]}"
             raise DataError(f"{names}: {found}")
     check_unchanged([*chain(*files.values())])
-    prepared_dataset.write_group_order(folder / TRAIN)
-    encoder.save(folder)
-    DataManifest.write(folder, encoder.input_spec, reports, files)
-    return reports
+    return encoder, reports
 
 
 def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_progress) -> StoragePath:

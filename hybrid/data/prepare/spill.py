@@ -1,16 +1,14 @@
 """Intermediate files of parsed rows: a folder for each segment, with pieces of a few blocks.
 
-A piece stores categorical columns as codes into the distinct values of the piece, so each distinct value is
-processed once::
-
-    train-3/piece-0/rows.arrow     numbers, codes, targets: a record batch for each block
-    train-3/piece-0/words.arrow    the distinct values of each categorical column, as texts
+A piece is an Arrow file, such as ``train-3/piece-0/rows.arrow``, with a record batch for each block. Blocks
+share the dictionary of a categorical column, so each distinct value of the piece is processed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,77 +16,173 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.data.parse.sources import RawBlock
+from hybrid.config import RunConfig
+from hybrid.config.data_sections import TEST, TRAIN, Holdout
+from hybrid.data.parse.sources import RawBlock, SplitValues
 from hybrid.data.values.column_values import is_list
-from hybrid.data.values.invalid_rows import InvalidRow
 from hybrid.data.values.model_columns import Targets
+from hybrid.primitives.splitmix64 import next_of
 
-_ROWS, _VALUES = "rows.arrow", "words.arrow"
+MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
+_ROWS = "rows.arrow"
 _ARRAYS = ("row", "dense", "labels", "weights", "groups")  # columns of the rows
-_HELD_OUT_BY = "held_out_by_"  # prefix of columns of the rows
-
-
-class BlockLog(NamedTuple):
-    """The rows of a block."""
-
-    num_rows: int  # number of rows, invalid ones included
-    num_lines: int  # lines of these rows in the file
-    num_valid: int
-    invalid: list[InvalidRow]  # the invalid rows, with their lines in the segment
+_SPARSE, _HELD_OUT_BY = "sparse_", "held_out_by_"  # prefixes of columns of the rows
 
 
 @dataclass(frozen=True)
-class SegmentLog:
-    """The blocks of a parsed segment, and the first row of each piece."""
+class Split:
+    """The rule that selects the rows of a split."""
 
-    blocks: list[BlockLog]
-    pieces: list[int]
+    held: Holdout  # the split, and its keys in the configuration
+    seed: int  # the seed of random rows, and of sampled times
+    # For ``held.by = "time"``, the time of the last row that is not held out. If there are more than
+    # ``MAX_SAMPLED`` rows, this is an estimate from a random sample.
+    latest: float = 0.0
 
+    def find_latest(self, blocks: Iterable[RawBlock]) -> float:
+        """Return the time of the last row in ``blocks`` that is not held out by this split."""
+        times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
+        for block in blocks:
+            times = np.append(times, block.held_out_by[self.held.split])
+            hashes = np.append(hashes, self._hash(block.source_rows_B))
+            keep = hashes <= np.uint64(limit)
+            while keep.sum() > MAX_SAMPLED:
+                limit //= 2
+                keep = hashes <= np.uint64(limit)
+            times, hashes = times[keep], hashes[keep]
+        fraction = 1 - self.held.fraction
+        return float(np.quantile(times, fraction, method="inverted_cdf")) if len(times) else 0.0
 
-def piece_folder(segment: Path, piece: int) -> Path:
-    return segment / f"piece-{piece}"
+    def selects(self, block: RawBlock) -> npt.NDArray[np.bool_]:
+        """Return a mask of the rows of a block that belong to the split."""
+        if self.held.by == "time":
+            is_later: npt.NDArray[np.bool_] = block.held_out_by[self.held.split] > self.latest
+            return is_later
+        is_random = self.held.by == "random"
+        hashed_B = self._hash(block.source_rows_B if is_random else block.held_out_by[self.held.split])
+        is_below: npt.NDArray[np.bool_] = hashed_B < np.uint64(self.held.fraction * 2**64)
+        return is_below
 
-
-def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
-    """Write consecutive blocks as a piece; ``first_row`` is the first of its ``source_rows_B``."""
-    folder.mkdir()
-    columns = [_encode_column(column) for column in zip(*(block.sparse for block in blocks), strict=True)]
-    is_float32 = all(
-        np.array_equal(block.dense_BF.astype(np.float32), block.dense_BF, equal_nan=True) for block in blocks
-    )
-    batches = []
-    for i, block in enumerate(blocks):
-        content: dict[str, pa.Array] = {"row": pa.array((block.source_rows_B - first_row).astype(np.int32))}
-        if block.dense_BF.shape[1]:
-            content["dense"] = _to_arrow(block.dense_BF.astype(np.float32 if is_float32 else np.float64))
-        content |= {f"sparse_{k}": codes[i] for k, (codes, _) in enumerate(columns)}
-        content |= {f"weights_{k}": lists for k, lists in enumerate(block.weights)}
-        assert block.targets is not None
-        content["labels"] = _to_arrow(block.targets.labels_BT)
-        if block.targets.weights_BT is not None:
-            content["weights"] = _to_arrow(block.targets.weights_BT)
-        if block.targets.groups_B is not None:
-            content["groups"] = pa.array(block.targets.groups_B)
-        content |= {f"{_HELD_OUT_BY}{split}": pa.array(each) for split, each in block.held_out_by.items()}
-        batches.append(pa.record_batch(content))
-    write_batches(folder / _ROWS, batches)
-    values = [each for _, each in columns]
-    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(each)], pa.int64()), each) for each in values]
-    write_batches(folder / _VALUES, [pa.record_batch(lists, [f"words_{k}" for k in range(len(lists))])])
-
-
-def write_batches(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
-    """Write record batches of one schema as a file."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
+    def _hash(self, values_B: SplitValues) -> npt.NDArray[np.uint64]:
+        key = next_of(np.array([self.seed % 2**64], np.uint64))
+        return next_of(values_B.astype(np.int64).view(np.uint64) ^ key)
 
 
-def read_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches that :func:`write_batches` wrote, mapped into memory."""
-    with pa.memory_map(str(path)) as file:
-        reader = pa.ipc.open_file(file)
-        yield from map(reader.get_batch, range(reader.num_record_batches))
+class Piece(NamedTuple):
+    """Consecutive parsed blocks of a segment, in a folder."""
+
+    folder: Path
+    first_row: int  # index of the first row over all files of the split
+    split: str
+    held_out: tuple[Split, ...] = ()  # the rules that select the rows of other splits
+
+    @classmethod
+    def write(cls, folder: Path, blocks: Sequence[RawBlock], split: str) -> Piece:
+        """Write blocks as a piece; its first row is that of their ``source_rows_B``."""
+        folder.mkdir()
+        first_row = int(blocks[0].source_rows_B[0])
+        matrices = [block.dense_BF for block in blocks]
+        is_float32 = all(np.array_equal(each.astype(np.float32), each, equal_nan=True) for each in matrices)
+        batches = []
+        for block in blocks:
+            rows_B = (block.source_rows_B - first_row).astype(np.int32)
+            content: dict[str, pa.Array] = {"row": pa.array(rows_B)}
+            if block.dense_BF.shape[1]:
+                content["dense"] = _to_arrow(block.dense_BF.astype(np.float32 if is_float32 else np.float64))
+            content |= {f"{_SPARSE}{k}": column for k, column in enumerate(block.sparse)}
+            content |= {f"weights_{k}": lists for k, lists in enumerate(block.weights)}
+            assert block.targets is not None
+            content["labels"] = _to_arrow(block.targets.labels_BT)
+            if block.targets.weights_BT is not None:
+                content["weights"] = _to_arrow(block.targets.weights_BT)
+            if block.targets.groups_B is not None:
+                content["groups"] = pa.array(block.targets.groups_B)
+            content |= {f"{_HELD_OUT_BY}{split}": pa.array(each) for split, each in block.held_out_by.items()}
+            batches.append(pa.record_batch(content))
+        table = pa.Table.from_batches(batches).unify_dictionaries()
+        narrow = [
+            pa.record_batch([_narrow(column) for column in batch.columns], batch.schema.names)
+            for batch in table.to_batches()
+        ]
+        with (
+            pa.OSFile(str(folder / _ROWS), "wb") as file,
+            pa.ipc.new_file(file, narrow[0].schema) as writer,
+        ):
+            for batch in narrow:
+                writer.write_batch(batch)
+        return cls(folder, first_row, split)
+
+    def values(self) -> list[pa.Array]:
+        """Return the distinct values of each column of data.sparse; none for columns of numbers."""
+        first = next(self._batches())
+        columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
+        flat = [each.flatten() if is_list(each) else each for each in columns]
+        nothing = pa.array([], pa.string())
+        return [each.dictionary if pa.types.is_dictionary(each.type) else nothing for each in flat]
+
+    def counts_path(self, k: int) -> Path:
+        """Return the file with the count (int64) of each value of a column in training rows."""
+        return self.folder / f"counts_{k}.npy"
+
+    def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
+        """Yield the rows of each split, block by block.
+
+        Args:
+            values: replacements of :meth:`values`; an empty list skips the columns of data.sparse.
+        """
+        for batch in self._batches():
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
+            sparse = [column for name, column in columns.items() if name.startswith(_SPARSE)]
+            if values is not None:
+                sparse = [_replace_values(*pair) for pair in zip(sparse, values, strict=False)]
+            block = RawBlock(
+                arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
+                tuple(sparse),
+                Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
+                self.first_row + arrays["row"].astype(np.int64),
+                tuple(column for name, column in columns.items() if name.startswith("weights_")),
+                {
+                    name.removeprefix(_HELD_OUT_BY): np.asarray(column)
+                    for name, column in columns.items()
+                    if name.startswith(_HELD_OUT_BY)
+                },
+            )
+            for split in self.held_out:
+                is_held_B = split.selects(block)
+                if is_held_B.any():
+                    yield split.held.split, block.select(is_held_B)
+                    block = block.select(~is_held_B)
+            yield self.split, block
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(str(self.folder / _ROWS)) as file:
+            reader = pa.ipc.open_file(file)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces of the training files, whose rows are divided by data.split and data.validation."""
+    divided = [*pieces]
+    for held in config.data.holdouts:
+        split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
+        if held.by == "time":
+            blocks = chain.from_iterable(piece.blocks(()) for piece in divided)
+            latest = split.find_latest(rows for name, rows in blocks if name == TRAIN)
+            split = replace(split, latest=latest)
+        divided = [piece._replace(held_out=(*piece.held_out, split)) for piece in divided]
+    return divided
+
+
+def _narrow(column: pa.Array) -> pa.Array:
+    """Return a column with the narrowest indices into its dictionary, often of one byte."""
+    if pa.types.is_list(column.type):
+        return pa.ListArray.from_arrays(column.offsets, _narrow(column.flatten()))
+    if not pa.types.is_dictionary(column.type):
+        return column
+    kinds = (pa.int8(), pa.int16(), pa.int32())  # take_or_default needs one more for null
+    index = next(kind for kind in kinds if len(column.dictionary) < 1 << kind.bit_width - 1)
+    return pa.DictionaryArray.from_arrays(column.indices.cast(index), column.dictionary)
 
 
 def _to_arrow(matrix: npt.NDArray[Any]) -> pa.Array:
@@ -96,76 +190,15 @@ def _to_arrow(matrix: npt.NDArray[Any]) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
 
 
-def _encode_column(column: Sequence[pa.Array]) -> tuple[list[pa.Array], pa.Array]:
-    """Return a column as codes (integers or lists of integers), and the values of the codes.
-
-    A column of numbers is returned unchanged, without values.
-    """
-    flat = [each.flatten() if is_list(each) else each for each in column]
-    if not pa.types.is_dictionary(flat[0].type):
-        return list(column), pa.array([], pa.large_string())
-    dictionaries = [each.dictionary.cast(pa.large_string()) for each in flat]
-    together = pa.concat_arrays(dictionaries).dictionary_encode()
-    code_D = np.asarray(together.indices.fill_null(0))
-    starts = np.cumsum([0, *map(len, dictionaries)])
-    # The narrowest type for all codes and null: most columns take one or two bytes per row.
-    dtype = next(d for d in (np.int8, np.int16, np.int32) if len(together.dictionary) <= np.iinfo(d).max)
-    code_D = code_D.astype(dtype)
-    encoded = []
-    for each, start, block in zip(column, starts, flat, strict=False):
-        mask_L = np.asarray(block.indices.is_null())
-        indices_L = np.asarray(block.indices.fill_null(0)) + start
-        codes_L = code_D[indices_L] if len(code_D) else np.zeros(len(indices_L), dtype)
-        codes = pa.array(codes_L, mask=mask_L)
-        encoded.append(pa.ListArray.from_arrays(each.offsets, codes) if is_list(each) else codes)
-    return encoded, together.dictionary
-
-
-def read_values(folder: Path) -> list[pa.Array]:
-    """Return a piece's distinct values of each column of data.sparse; none for columns of numbers."""
-    (batch,) = read_batches(folder / _VALUES)
-    return [column.flatten() for column in batch.columns]
-
-
-def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iterator[RawBlock]:
-    """Yield the blocks of a piece.
-
-    Args:
-        first_row: the first row of the piece among all rows.
-        values: for each column of data.sparse, the values that replace its codes; none to skip these columns.
-    """
-    for batch in read_batches(folder / _ROWS):
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
-        yield RawBlock(
-            arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
-            tuple(_decode(columns[f"sparse_{k}"], each) for k, each in enumerate(values)),
-            Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
-            first_row + arrays["row"].astype(np.int64),
-            tuple(column for name, column in columns.items() if name.startswith("weights_")),
-            {
-                name.removeprefix(_HELD_OUT_BY): np.asarray(column)
-                for name, column in columns.items()
-                if name.startswith(_HELD_OUT_BY)
-            },
-        )
-
-
-def _decode(column: pa.Array, values: pa.Array) -> pa.Array:
-    """Convert codes to a dictionary array, or to lists of such; return numbers unchanged."""
+def _replace_values(column: pa.Array, values: pa.Array) -> pa.Array:
     if is_list(column):
-        return pa.ListArray.from_arrays(column.offsets, _decode(column.flatten(), values))
-    if pa.types.is_floating(column.type):
+        return pa.ListArray.from_arrays(column.offsets, _replace_values(column.flatten(), values))
+    if not pa.types.is_dictionary(column.type):
         return column
-    return pa.DictionaryArray.from_arrays(column, values, safe=False)
+    return pa.DictionaryArray.from_arrays(column.indices, values, safe=False)
 
 
 def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_fixed_size_list(column.type):
         return np.asarray(column.flatten()).reshape(len(column), column.type.list_size)
     return np.asarray(column)
-
-
-def counts_path(folder: Path, k: int) -> Path:
-    """Return the file with the count (int64) of each value of a piece's column in training rows."""
-    return folder / f"counts_{k}.npy"

@@ -109,7 +109,7 @@ def _read_properties(path: str) -> dict[str, str]:
 
 
 class Topic:
-    """A topic as the source of a stream: its partitions, and the offsets that they have; see :class:`Source`.
+    """A topic as the source of a stream: its partitions, and the offsets that they have; see :class:`Files`.
 
     Raises:
         ConfigError: there are fewer partitions than trainers, or more than rows in a step.
@@ -315,7 +315,7 @@ class PartitionReader:
                 # A topic has no end, so the fraction is checked once there are enough messages for one.
                 if num_read > MAX_LEADING_INVALID:
                     self._log.finish()
-                batch = block_batch(self._encoder.encode(block), spec, block.targets)
+                batch = block_batch(self._encoder.encode(block), spec)
                 if not self._config.data.time_column:
                     batch = batch._replace(event_time=max(each.timestamp()[1] for each in messages) / 1000)
                 yield batch

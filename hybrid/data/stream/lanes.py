@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.data.batches import BatchStream
-from hybrid.data.dataset.prepared_dataset import block_batch, positions
+from hybrid.data.dataset.prepared_dataset import block_batch
 from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, FeatureEncoder
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import Segment, parse, read_segment
@@ -36,40 +35,19 @@ from hybrid.errors import DataError
 _KEPT_POSITIONS = 16
 
 
-class EncodedRows(NamedTuple):
-    """Encoded rows with their targets."""
-
-    features: EncodedBlock
-    targets: Targets
-
-    @property
-    def size(self) -> int:
-        return len(self.targets.labels_BT)
-
-    def take(self, rows: npt.NDArray[np.int64]) -> EncodedRows:
-        """Return some rows, in the order of their indices ``rows``."""
-        bags = []
-        for ids_L, lengths_B, weights_L in self.features.bags:
-            at_L, lengths = positions(np.append(0, lengths_B.cumsum()), rows)
-            bags.append(EncodedBags(ids_L[at_L], lengths, None if weights_L is None else weights_L[at_L]))
-        features = EncodedBlock(self.features.dense_BF[rows], self.features.ids_BK[rows], tuple(bags))
-        return EncodedRows(features, self.targets.select(rows))
-
-
-def concatenate(parts: Sequence[EncodedRows]) -> EncodedRows:
-    """Return the rows of all parts, of which there is at least one; all have the same columns."""
+def concatenate(parts: Sequence[EncodedBlock]) -> EncodedBlock:
+    """Return the samples of all parts, of which there is at least one; all have the same columns."""
 
     def join(arrays: Iterable[Any]) -> Any:
         present = [array for array in arrays if array is not None]
         return np.concatenate(present) if present else None
 
-    bags = zip(*(part.features.bags for part in parts), strict=True)
-    features = EncodedBlock(
-        join(part.features.dense_BF for part in parts),
-        join(part.features.ids_BK for part in parts),
-        tuple(EncodedBags(*map(join, zip(*each, strict=True))) for each in bags),
-    )
-    return EncodedRows(features, Targets(*map(join, zip(*(part.targets for part in parts), strict=True))))
+    bags = []
+    for of_parts in zip(*(part.bags for part in parts), strict=True):
+        ids, offsets, weights = zip(*of_parts, strict=True)
+        bags.append(EncodedBags(join(ids), np.append(0, join(map(np.diff, offsets)).cumsum()), join(weights)))
+    dense, ids, _, targets = zip(*parts, strict=True)
+    return EncodedBlock(join(dense), join(ids), tuple(bags), Targets(*map(join, zip(*targets, strict=True))))
 
 
 class Lane:
@@ -99,7 +77,7 @@ class Lane:
         self.log = InvalidRowLog(config.data.max_invalid_fraction)
         self.num_ready = 0
         # Blocks that are read: the segment, the row of the segment at which the block starts, the block.
-        self._ready: deque[tuple[int, int, EncodedRows]] = deque()
+        self._ready: deque[tuple[int, int, EncodedBlock]] = deque()
         self._blocks = self._read()
 
     def read_ahead(self) -> bool:
@@ -111,9 +89,9 @@ class Lane:
         self.num_ready += block[2].size
         return True
 
-    def take(self, end: int) -> list[EncodedRows]:
+    def take(self, end: int) -> list[EncodedBlock]:
         """Return rows until ``end`` rows are returned in all: at least one, unless the lane has ended."""
-        parts: list[EncodedRows] = []
+        parts: list[EncodedBlock] = []
         _, row, num_returned = self.position
         missing = max(1, end - num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -132,7 +110,7 @@ class Lane:
             self.position = LanePosition(segment, row, num_returned)
         return parts
 
-    def _read(self) -> Iterator[tuple[int, int, EncodedRows]]:
+    def _read(self) -> Iterator[tuple[int, int, EncodedBlock]]:
         layout = self._layout
         first_segment, skipped, _ = self.position  # some rows of this segment were returned before
         for index in range(first_segment, len(self._segments)):
@@ -140,8 +118,7 @@ class Lane:
             for number, table in enumerate(read_segment(segment, layout, BLOCK_ROWS, BLOCK_BYTES)):
                 block, invalid = parse(segment.path, table, layout)
                 self.log.add(segment.path, len(block.source_rows_B), invalid)
-                assert block.targets is not None
-                samples = EncodedRows(self._encoder.encode(block), block.targets)
+                samples = self._encoder.encode(block)
                 order = np.arange(samples.size)
                 if self._config.data.is_shuffled:
                     rng = np.random.default_rng([self._config.run.seed, *self._key, index, number])
@@ -209,8 +186,7 @@ class LaneReader:
             step += 1
             self._positions[step] = self._current()
             self._positions.pop(step - _KEPT_POSITIONS, None)
-            features, targets = concatenate(parts)
-            yield block_batch(features, self._spec, targets)
+            yield block_batch(concatenate(parts), self._spec)
             # One lane a step reads ahead, so that no step waits until all lanes have parsed a block.
             behind = min(self._lanes.values(), key=lambda lane: lane.num_ready)
             if behind.num_ready < BLOCK_ROWS:

@@ -13,10 +13,11 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
 from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.encode.fitting import FittedStatistics
 from hybrid.data.parse.input_files import find_side_files
 from hybrid.data.stream.kafka_partitions import advance
 from hybrid.data.stream.stream_source import open_source
-from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks, follow_blocks
+from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import CheckpointError
 from hybrid.storage.file_formats import parse_fields
@@ -113,7 +114,10 @@ class StreamCursor:
         if unit is None or unit.is_sampled or unit.step or not momentum:
             return encoder
         self.unit = None  # a unit that cannot be read has not begun, and may be repaired
-        encoder = follow_blocks(self._config, encoder, self.source.sample(unit))
+        layout = stream_layout(self._config)
+        moments = FittedStatistics.of(layout, self.source.sample(unit)).moments
+        moments = moments.average_with(encoder.dense, layout.dense, momentum)
+        encoder = replace(encoder, dense=moments.encodings(layout.dense))
         self.unit = replace(unit, is_sampled=True)
         return encoder
 

@@ -24,13 +24,7 @@ import numpy as np
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import FITTED_SCALINGS, PATH_KEYS, TRAIN
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.fitting import (
-    FittedStatistics,
-    Moments,
-    bucketed_numbers,
-    fit_encoder,
-    has_several_values,
-)
+from hybrid.data.encode.fitting import FittedStatistics, fit_encoder
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import InputFile, expand, find_side_files, list_files, path_parts
 from hybrid.data.parse.side_tables import read_side_tables
@@ -89,13 +83,13 @@ def stream_layout(config: RunConfig) -> Layout:
 
 
 class Files:
-    """Files and folders as the source of a stream; see :class:`Source`.
+    """Files and folders as the source of a stream. ``last`` is the last unit that has ended, if any.
 
     Args:
         warn: receives a line for each file or folder that appears too late to be read.
     """
 
-    poll_seconds = 2.0
+    poll_seconds = 2.0  # time between two searches
 
     def __init__(self, config: RunConfig, warn: Callable[[str], object]) -> None:
         self._config, self._warn = config, warn
@@ -132,6 +126,7 @@ class Files:
         return None
 
     def count_steps(self, unit: StreamUnit) -> int:
+        """Return the number of steps, from the position on, for which all rows are there."""
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
@@ -149,10 +144,12 @@ class Files:
         log.check_file()
 
     def wait_hours(self, last: StreamUnit | None) -> float:
+        """Return the hours that the stream waits for its next rows before it ends or fails."""
         is_last = last is not None and last.name == self._until
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
+        """Return a warning about unread rows of ``unit``; DataError if the stream must not end there."""
         if self._until and last is not None and last.name != self._until:
             late = f"the unit after {last.name} was not complete within {self.wait_hours(last):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
@@ -167,30 +164,14 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
         DataError: a file cannot be read, or the sample has no valid row.
     """
     layout = stream_layout(config)
-    statistics = FittedStatistics(layout)
-    for block in blocks:
-        statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))
-        for k, (column, values) in enumerate(zip(layout.sparse, block.sparse, strict=True)):
-            statistics.quantiles_K[k].add(bucketed_numbers(column, values))
-            statistics.several_K[k] |= has_several_values(values)
-    return fit_encoder(layout, config.tables, statistics, {})
-
-
-def follow_blocks(config: RunConfig, encoder: FeatureEncoder, blocks: Iterable[RawBlock]) -> FeatureEncoder:
-    """Return ``encoder`` with a scaling that follows a sample of a unit; see :meth:`Moments.average_with`."""
-    layout = stream_layout(config)
-    moments = FittedStatistics(layout).moments
-    for block in blocks:
-        moments = moments.plus(Moments.of(block.dense_BF, layout.transforms))
-    moments = moments.average_with(encoder.dense, layout.dense, config.data.stream_call["scaling_momentum"])
-    return replace(encoder, dense=moments.encodings(layout.dense))
+    return fit_encoder(layout, config.tables, FittedStatistics.of(layout, blocks), {})
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
     """Return ``encoder`` with the fitted scaling of ``before``, for a model trained with ``before``."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
-        known.get((each.name, each.transform), each) if column.scaling in FITTED_SCALINGS else each
+        known.get((each.name, each.transform), each) if column.scaling.name in FITTED_SCALINGS else each
         for column, each in zip(stream_layout(config).dense, encoder.dense, strict=True)
     )
     return replace(encoder, dense=dense)

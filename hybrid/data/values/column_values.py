@@ -159,6 +159,7 @@ def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
         for mask_D in (inexact_D, too_long_D)
     )
     index_B = np.asarray(indices.fill_null(0))
+    texts = texts.fill_null("") if texts.null_count else texts  # no dictionary has null
     coded = pa.DictionaryArray.from_arrays(pa.array(index_B, pa.int32(), mask=absent_B), texts)
     return Values(coded, inexact_B & ~absent_B, too_long_B & ~absent_B)
 

@@ -103,7 +103,7 @@ class ColumnReader:
             as lists of float32, or None.
         """
         if column.kind in ("value", "weighted"):
-            if self.reads_keys and column.vocabulary == GROW and column.kind == "value":
+            if self.reads_keys and column.vocabulary.name == GROW and column.kind == "value":
                 integers = self.column(column.source)
                 if pa.types.is_integer(integers.type):
                     return column_values.parse_keys(integers, self.missing), None
@@ -122,7 +122,7 @@ class ColumnReader:
         if column.kind == "buckets":
             numbers_B = self.numbers(column.source)
         else:
-            kind, date_format = column.kind, column.date_format
+            kind, date_format = column.kind, column.arguments["format"]
             dates = self.column(column.source)
             numbers_B, wrong_B = column_values.parse_date_parts(dates, self.missing, kind, date_format)
             expected = f"a date of the form {date_format}" if date_format else _DATE
@@ -131,7 +131,7 @@ class ColumnReader:
 
     def reject_digit_dates(self, column: Column) -> None:
         """Reject dates in digits if the column has no date format: they would be read as seconds."""
-        if column.kind in ("hour", "weekday") and not column.date_format:
+        if column.kind in ("hour", "weekday") and not column.arguments["format"]:
             digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
             self.reject(digits_B, Reason.DATE, column.source, expected)
@@ -167,7 +167,7 @@ class ColumnReader:
                 raise pa.ArrowTypeError(f"expected ids with weights, found {texts.type}")
             lists = column_values.split_texts(texts.cast(pa.string()), column.separator)
         lengths_B = column_values.list_lengths(lists)
-        ids, weights = _split_items(pc.list_flatten(lists), self.missing, column.weight_separator)
+        ids, weights = _split_items(pc.list_flatten(lists), self.missing, column.arguments["separator"])
         flat = column_values.parse_flat_values(ids, self.missing)
         values = column_values.group_values(flat, lengths_B)
         self._reject_values(values, column.source)

@@ -71,20 +71,14 @@ class Vocabulary:
         return hashes[order], order.astype(np.int32)
 
 
-def text_bounds(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-    """Return the N + 1 offsets of N texts: where each text starts, and where the last text ends."""
-    if not len(texts):
-        return np.zeros(1, np.int64)
-    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-
-
 def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
     """Return a 64-bit hash of each text: the mixed sum of its bytes, each times a factor of its position."""
     hashes = [np.empty(0, np.uint64)]
     for start in range(0, len(texts), HASHED_AT_ONCE):
         block = texts.slice(start, HASHED_AT_ONCE)
         data = block.buffers()[2]
-        bounds = text_bounds(block)
+        offsets = np.frombuffer(block.buffers()[1], np.int64)
+        bounds = offsets[block.offset : block.offset + len(block) + 1]
         content = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
         position = np.arange(len(content)) - np.repeat(bounds[:-1] - bounds[0], np.diff(bounds))
         terms = (content.astype(np.uint64) + np.uint64(1)) * _FACTORS[position % len(_FACTORS)]

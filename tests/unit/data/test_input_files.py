@@ -21,7 +21,7 @@ from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_check import check_columns
-from hybrid.data.parse.input_files import find_input_files, list_files
+from hybrid.data.parse.input_files import InputFile, find_input_files, list_files
 from hybrid.data.prepare import file_preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
@@ -80,10 +80,10 @@ def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
 
 def outcome(config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int) -> Any:
     """Return all prepared content of some files, or the error."""
-    preparation = FilesPreparation(config, folder, ignore_progress)
+    files = {"train": tuple(map(InputFile.of, paths)), "test": ()}
     try:
         with patch.object(delimited_text, "BLOCK_BYTES", block_bytes):
-            encoder, reports = preparation.write({"train": paths, "test": ()})
+            encoder, reports = FilesPreparation(config, files, folder, ignore_progress).write()
     except HybridError as error:
         return f"{type(error).__name__}: {error}"
     arrays = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}
@@ -108,7 +108,7 @@ def test_segments_give_the_bytes_of_whole_files(
     config = config_of(paths[0], kind, numeric_scaling="min_max")
     whole = outcome(config, tmp_path / "whole", paths, 16 << 20)
     if kind == "bags":  # in threads, and the values of many pieces are added up in several steps
-        monkeypatch.setattr("hybrid.data.prepare.stages.RANKED_AT_ONCE", 1)
+        monkeypatch.setattr(file_preparation, "RANKED_AT_ONCE", 1)
     in_segments(monkeypatch, 3 if kind == "bags" else 1)
     # Some records have line breaks, and must not be cut.
     monkeypatch.setattr("hybrid.data.parse.delimited_text.MAX_RECORD_BYTES", 2000)
@@ -135,7 +135,8 @@ def test_vocabulary_beyond_memory_is_refused(tmp_path: Path, monkeypatch: pytest
     path = write(tmp_path / "a.csv", f"label,x,user\n{rows}".encode())
     config = csv_config(path, dense=("x",), sparse=("user",))
     for part, free in (("ranked", [2000 * 220]), ("indexed", [1 << 40, 1000 * 60])):
-        monkeypatch.setattr("hybrid.data.prepare.stages.available_memory_bytes", iter(free).__next__)
+        found = [1 << 40, *free, 1 << 40]  # the first and the last are for the number of threads
+        monkeypatch.setattr(file_preparation, "available_memory_bytes", iter(found).__next__)
         with pytest.raises(DataError, match=r"^user: .*data\.vocabulary"):
             prepare(config, tmp_path / part)
         assert not [*(tmp_path / part).iterdir()]

@@ -29,7 +29,7 @@ from hybrid.data.dataset.dataset_manifest import DatasetReport, LabelReport
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.input_files import compute_sampled_checksum
-from hybrid.data.prepare import stages
+from hybrid.data.prepare import spill
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import ConfigError, DataError
@@ -278,7 +278,7 @@ def test_split_by_time_holds_out_the_latest_rows(
     train, test = rows_of(path, split="time(when, fraction = 0.2)")
     assert sorted(order[test]) == list(range(NUM_LOGGED * 8 // 10, NUM_LOGGED))
     assert sorted(order[train]) == list(range(NUM_LOGGED * 8 // 10))
-    monkeypatch.setattr(stages, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
+    monkeypatch.setattr(spill, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
     _, sampled = rows_of(path, split="time(when, fraction = 0.2)", numeric_scaling="none")
     assert sorted(order[sampled]) == list(range(NUM_LOGGED - len(sampled), NUM_LOGGED))
     assert 0.1 < len(sampled) / NUM_LOGGED < 0.3
