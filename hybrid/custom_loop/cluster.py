@@ -20,7 +20,7 @@ from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.drawn_negatives import Negatives
 from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
-from hybrid.custom_loop.local_batches import GROUP, PreparedData
+from hybrid.custom_loop.local_batches import GROUP, PreparedData, Slicing
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.script_log import ScriptLog
 from hybrid.custom_loop.step_states import RESUME
@@ -183,27 +183,22 @@ class Cluster:
             raise ValueError(f"size must be at least 1, not {size}")
         if drop_last and size is None and not isinstance(data, PreparedData):
             raise ValueError("drop_last needs a size; a DataLoader has its own drop_last")
-        return self._batches(self._require_loop(), data, size, whole, drop_last, negatives or {})
+        slicing = Slicing(size, whole, drop_last, self.rank, self.world_size)
+        return self._batches(self._require_loop(), data, slicing, negatives or {})
 
     def _batches(
-        self,
-        loop: TrainingLoop,
-        data: Any,
-        size: int | None,
-        whole: str | None,
-        drop_last: bool,
-        negatives: Mapping[str, Negatives],
+        self, loop: TrainingLoop, data: Any, slicing: Slicing, negatives: Mapping[str, Negatives]
     ) -> Iterator[Any]:
         now = loop.history.now
         if not torch.is_grad_enabled():
-            slices = loop.slices(data, size, whole, drop_last, negatives, now.pass_index, 0)
+            slices = loop.slices(data, slicing, negatives, now.pass_index, 0)
             yield from loop.evaluation_batches(slices)
             return
         loop.flush()
         if isinstance(data, StreamData):
-            yield from self._stream_batches(loop, data, negatives)
+            yield from self._stream_batches(loop, data, slicing, negatives)
         elif loop.history.begin_pass(data):  # else its steps precede the checkpoint
-            slices = loop.slices(data, size, whole, drop_last, negatives, now.pass_index, now.samples)
+            slices = loop.slices(data, slicing, negatives, now.pass_index, now.samples)
             yield from loop.training_batches(slices, self._write_if_due)
         else:
             return
@@ -212,14 +207,14 @@ class Cluster:
             raise SystemExit  # hybrid compare needs no further lines of the script
 
     def _stream_batches(
-        self, loop: TrainingLoop, stream: StreamData, negatives: Mapping[str, Negatives]
+        self, loop: TrainingLoop, stream: StreamData, slicing: Slicing, negatives: Mapping[str, Negatives]
     ) -> Iterator[Any]:
         loop.history.begin_stream()
         stream.pause(loop.step)  # the script may have left an earlier pass
         before_wait = partial(self._write_if_due, is_waiting=True)
         try:
             while loop.remaining_steps != 0 and stream.open(loop.step, before_wait):
-                slices = loop.slices(stream, None, None, False, negatives, 0, 0)
+                slices = loop.slices(stream, slicing, negatives, 0, 0)
                 yield from loop.training_batches(slices, self._write_if_due)
                 if loop.remaining_steps != 0:
                     stream.end_part(loop.step)

@@ -61,6 +61,23 @@ class PassSizes:
         return values
 
 
+@dataclass(frozen=True)
+class Slicing:
+    """How data are cut into batches and slices.
+
+    Args:
+        size, whole, drop_last: see :meth:`Cluster.batches`.
+        tables: the tables whose columns are looked up before the module runs.
+    """
+
+    size: int | None = None
+    whole: str | None = None
+    drop_last: bool = False
+    trainer: int = 0
+    num_trainers: int = 1
+    tables: Sequence[TableModule] = ()
+
+
 @dataclass(eq=False)
 class LocalBatch:
     """One trainer's slice of a global batch.
@@ -69,7 +86,6 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches; for an empty slice, another sample.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        whole: column whose groups are not split between micro-batches, or None.
         checksum: see :func:`checksum`; 0 if this trainer reads only its slice.
         device: on which the script gets the tensors.
         drawn: columns that all trainers and micro-batches share; their first dimension is not the sample.
@@ -78,8 +94,7 @@ class LocalBatch:
     values: Any
     size: int
     global_size: int
-    tables: Sequence[TableModule]
-    whole: str | None = None
+    slicing: Slicing
     checksum: int = 0
     device: torch.device = torch.device("cpu")
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
@@ -104,12 +119,12 @@ class LocalBatch:
         if self.device.type == "cpu":
             return self.columns
 
-        def move(column: Any, _: str) -> Any:
+        def move(_: str, column: Any) -> Any:
             if isinstance(column, Jagged):
                 return Jagged(*(each.to(self.device) for each in column))
             return column.to(self.device) if isinstance(column, Tensor) else column
 
-        return _map_columns(self.columns, move)
+        return _map_columns(move, self.columns)
 
     @property
     def padded_size(self) -> int:
@@ -123,7 +138,7 @@ class LocalBatch:
 
     def _calls(self, values: Any) -> list[TableCall]:
         columns = {name: c for name, c in _columns(values) if isinstance(c, Tensor | Jagged)}
-        return [call for table in self.tables for call in table.calls(columns)]
+        return [call for table in self.slicing.tables for call in table.calls(columns)]
 
     @property
     def sparse_features(self) -> list[TableRequest]:
@@ -135,9 +150,9 @@ class LocalBatch:
         """Split into ``count`` micro-batches; a micro-batch may consist of padding only."""
         if count == 1:
             return [self]
-        ends_G = None
-        if self.whole is not None:
-            ends_G = group_ends(_group_column(self.values, self.whole)[: self.size])
+        ends_G, whole = None, self.slicing.whole
+        if whole is not None:
+            ends_G = group_ends(_group_column(self.values, whole)[: self.size])
         ranges = [slice_bounds(self.size, each, count, ends_G) for each in range(count)]
         return [
             replace(self, values=_cut_padded(self.values, self.padded_size, start, stop), size=stop - start)
@@ -145,21 +160,13 @@ class LocalBatch:
         ]
 
 
-def slice_batches(
-    batches: Iterable[Any],
-    trainer: int,
-    num_trainers: int,
-    tables: Sequence[TableModule],
-    whole: str | None = None,
-) -> Iterator[LocalBatch]:
+def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBatch]:
     """Yield a trainer's slice of each global batch.
-
-    Args:
-        whole: column whose groups are not split between trainers, or None.
 
     Raises:
         DataError: the samples of a group are not adjacent in a batch.
     """
+    whole, num_trainers = slicing.whole, slicing.num_trainers
     for number, batch in enumerate(batches):
         size, ends_G = size_of(batch), None
         if whole is not None:
@@ -169,21 +176,15 @@ def slice_batches(
                     f"samples of group {split} of {whole!r} are not adjacent in a batch: sort the data by it"
                 )
             ends_G = group_ends(groups_B)
-        start, stop = slice_bounds(size, trainer, num_trainers, ends_G)
+        start, stop = slice_bounds(size, slicing.trainer, num_trainers, ends_G)
         values = batch if num_trainers == 1 else _cut_padded(batch, size, start, stop)
-        checked = checksum(batch, number) if num_trainers > 1 else 0
-        yield LocalBatch(values, stop - start, size, tables, whole, checked)
+        yield LocalBatch(
+            values, stop - start, size, slicing, checksum(batch, number) if num_trainers > 1 else 0
+        )
 
 
-def global_batches(
-    data: Any, size: int | None, whole: str | None = None, *, drop_last: bool = False
-) -> Iterator[Any]:
-    """Yield batches of ``size`` samples; the last may be smaller. Without ``size``, batches keep their sizes.
-
-    Args:
-        data: a dict, tensor or :class:`Jagged` with all samples, or an iterable of batches of any sizes.
-        whole: column whose groups are not split, so that sizes vary by up to a group; or None.
-        drop_last: whether to leave out a last batch of fewer than ``size`` samples.
+def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
+    """Yield the batches of a dict, tensor or :class:`Jagged` with all samples, or of an iterable of batches.
 
     Raises:
         DataError: ``data`` has another type, or a group is larger than a batch.
@@ -194,15 +195,16 @@ def global_batches(
         raise DataError(
             f"cannot take batches of {type(data).__name__}; give an iterable, such as a DataLoader"
         )
-    yield from data if size is None else _rebatch(data, size, whole, drop_last)
+    yield from data if slicing.size is None else _rebatch(data, slicing.size, slicing)
 
 
-def _rebatch(chunks: Iterable[Any], size: int, whole: str | None, drop_last: bool) -> Iterator[Any]:
+def _rebatch(chunks: Iterable[Any], size: int, slicing: Slicing) -> Iterator[Any]:
     """Yield batches of ``size`` samples.
 
     Batch s has the samples s * size to (s + 1) * size. With ``whole``, a group belongs to the batch s in
     whose range its last sample is.
     """
+    whole = slicing.whole
     held: list[Any] = []
     # Positions among all samples: start and end of the held samples, and end of the batch's range.
     start, num_read, stop = 0, 0, size
@@ -215,9 +217,9 @@ def _rebatch(chunks: Iterable[Any], size: int, whole: str | None, drop_last: boo
         num_complete = num_read if whole is None or is_last else num_read - 1
         if start == num_read or (stop > num_complete and not is_last):
             continue
-        joined, first = _concatenate(held), start
+        joined, first = held[0] if len(held) == 1 else _map_columns(_concatenate, *held), start
         ends_G = None if whole is None else start + _checked_group_ends(joined, whole, size)
-        while stop <= num_complete or (is_last and start < num_read and not drop_last):
+        while stop <= num_complete or (is_last and start < num_read and not slicing.drop_last):
             # A range may end before the last group does.
             end = min(stop, num_read) if ends_G is None else last_end(ends_G, stop)
             yield cut(joined, start - first, end - first)
@@ -269,8 +271,8 @@ def size_of(batch: Any) -> int:
 def cut(batch: Any, start: int, stop: int) -> Any:
     """Return the samples from ``start`` to ``stop`` of a batch."""
     return _map_columns(
+        lambda _, column: column.samples(start, stop) if isinstance(column, Jagged) else column[start:stop],
         batch,
-        lambda column, _: column.samples(start, stop) if isinstance(column, Jagged) else column[start:stop],
     )
 
 
@@ -291,8 +293,9 @@ def length_of(data: Any) -> int:
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
 
 
-def division(data: Any, size: int | None, drop_last: bool) -> tuple[int, int]:
+def division(data: Any, slicing: Slicing) -> tuple[int, int]:
     """Return the number of full batches, and the size of the smaller last batch or 0. Unknown is (0, 0)."""
+    size, drop_last = slicing.size, slicing.drop_last
     if isinstance(data, DataLoader) and size is None:
         size, drop_last = data.batch_size, data.drop_last
     elif isinstance(data, PreparedData):
@@ -359,31 +362,9 @@ def checksum(batch: Any, number: int) -> int:
     return total
 
 
-def _concatenate(batches: Sequence[Any]) -> Any:
-    """Concatenate batches of the same structure."""
-    if len(batches) == 1:
-        return batches[0]
-    columns = [[column for _, column in _columns(batch)] for batch in batches]
-    if len({len(each) for each in columns}) != 1:
-        raise DataError("batches of different structures cannot be joined into batches of another size")
-    joined = iter([_concatenate_column(chunks) for chunks in zip(*columns, strict=True)])
-    constants: dict[str, Any] = {}
-
-    def check(path: str, value: Any) -> None:
-        if (first := constants.setdefault(path, value)) != value:
-            raise DataError(
-                f"batches with {first!r} and {value!r} at {path!r} cannot be joined into batches of another "
-                "size: give one value per sample, as a tensor"
-            )
-
-    for batch in batches:
-        _map_columns(batch, lambda *_: None, constant=check)
-    return _map_columns(batches[0], lambda *_: next(joined))
-
-
-def _concatenate_column(chunks: Sequence[Any]) -> Any:
+def _concatenate(_: str, *chunks: Any) -> Any:
     if isinstance(chunks[0], Tensor):
-        return torch.cat(list(chunks))
+        return torch.cat(chunks)
     if isinstance(chunks[0], Jagged):
         lengths = torch.cat([each.lengths for each in chunks])
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -394,38 +375,50 @@ def _concatenate_column(chunks: Sequence[Any]) -> Any:
 def _columns(batch: Any) -> list[tuple[str, Any]]:
     """Return the columns of a batch, by path."""
     columns: list[tuple[str, Any]] = []
-    _map_columns(batch, lambda column, path: columns.append((path, column)))
+    _map_columns(lambda path, column: columns.append((path, column)), batch)
     return columns
 
 
-def _map_columns(
-    batch: Any,
-    function: Callable[[Any, str], Any],
-    path: str = "",
-    constant: Callable[[str, Any], object] = lambda *_: None,
-) -> Any:
-    """Call ``function`` with each column and its path of keys; return the results in the batch's structure.
+def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") -> Any:
+    """Call ``function`` with the path of each column, and the column of each batch; return the results.
 
-    A column is a tensor, a :class:`Jagged`, or a list or tuple, such as of texts. Scalars stay, and
-    ``constant`` is called with the path and value of each.
+    The results have the structure of the batches. A column is a tensor, a :class:`Jagged`, or a list or
+    tuple, such as of texts. Scalars stay.
+
+    Raises:
+        DataError: the batches have different structures or scalars, or a value of another type.
     """
+    batch = batches[0]
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
-        return function(batch, path)
+        return function(path, *batches)
 
-    def mapped(key: object, value: Any) -> Any:
-        return _map_columns(value, function, f"{path}[{key!r}]" if path else str(key), constant)
+    def mapped(key: Any) -> Any:
+        try:
+            values = [each[key] for each in batches]
+        except (LookupError, TypeError):
+            values = []
+        if not values or any(len(each) != len(batch) for each in batches):
+            raise DataError("batches of different structures cannot be joined into batches of another size")
+        return _map_columns(function, *values, path=f"{path}[{key!r}]" if path else str(key))
 
     if isinstance(batch, Mapping):
-        return {name: mapped(name, value) for name, value in batch.items()}
+        return {name: mapped(name) for name in batch}
     if isinstance(batch, list | tuple):
         if not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
-            return function(batch, path)
-        values = [mapped(index, value) for index, value in enumerate(batch)]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if isinstance(batch, Tensor | str | bytes | int | float | None):
-        constant(path, batch)
-        return batch
-    raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, where a tensor of samples must be")
+            return function(path, *batches)
+        results = [mapped(index) for index in range(len(batch))]
+        return type(batch)(*results) if hasattr(batch, "_fields") else type(batch)(results)
+    if not isinstance(batch, Tensor | str | bytes | int | float | None):
+        raise DataError(
+            f"a batch has a {type(batch).__name__} at {path!r}, where a tensor of samples must be"
+        )
+    for other in batches[1:]:
+        if batch != other:
+            raise DataError(
+                f"batches with {batch!r} and {other!r} at {path!r} cannot be joined into batches of another "
+                "size: give one value per sample, as a tensor"
+            )
+    return batch
 
 
 class EncodedData:
@@ -496,47 +489,32 @@ class PreparedData(EncodedData):
     def input_spec(self) -> InputSpec:
         return self.dataset.input_spec
 
-    def slices(
-        self,
-        trainer: int,
-        num_trainers: int,
-        size: int | None,
-        tables: Sequence[TableModule],
-        whole: str | None = None,
-        epoch: int = 0,
-        first_sample: int = 0,
-        *,
-        drop_last: bool = False,
-    ) -> Iterator[LocalBatch]:
+    def slices(self, slicing: Slicing, epoch: int = 0, first_sample: int = 0) -> Iterator[LocalBatch]:
         """Yield a trainer's slice of each batch of a pass, starting at ``first_sample``.
 
-        Args:
-            whole: ``group`` if groups are not split, or None.
-
         Raises:
-            DataError: ``whole`` names another column.
+            DataError: ``whole`` is not ``group``.
         """
-        if whole not in (None, GROUP):
+        if slicing.whole not in (None, GROUP):
             raise DataError(
-                f"whole = {whole!r} must be {GROUP!r} for prepared data; data.group names the column"
+                f"whole = {slicing.whole!r} must be {GROUP!r} for prepared data; data.group names the column"
             )
         config = self.config
         loader = BatchLoader(
             self.dataset,
-            batch_size=size or config.train.batch_size,
-            trainer_index=trainer,
-            num_trainers=num_trainers,
+            batch_size=slicing.size or config.train.batch_size,
+            trainer_index=slicing.trainer,
+            num_trainers=slicing.num_trainers,
             seed=config.run.seed,
             shuffle=self.is_shuffled,
             lanes=config.data.shuffle_lanes if self.is_shuffled else 0,
-            by_group=whole is not None,
+            by_group=slicing.whole is not None,
             least=1,
-            drop_last=drop_last,
+            drop_last=slicing.drop_last,
         )
         with loader.batches(epoch, first_sample=first_sample) as stream:
             for batch in stream:
-                sizes = batch.local_size, batch.global_size
-                yield LocalBatch(self.columns_of(batch), *sizes, tables, whole)
+                yield LocalBatch(self.columns_of(batch), batch.local_size, batch.global_size, slicing)
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:

@@ -6,7 +6,7 @@ configured runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -14,8 +14,7 @@ from typing import Any
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.backend import Backend
-from hybrid.custom_loop.embedding_modules import TableModule
-from hybrid.custom_loop.local_batches import EncodedData, LocalBatch, pad_from_others
+from hybrid.custom_loop.local_batches import EncodedData, LocalBatch, Slicing, pad_from_others
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.data.batches import BatchStream
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
@@ -100,7 +99,7 @@ class StreamData(EncodedData):
         self._step = step
         return True
 
-    def slices(self, tables: Sequence[TableModule]) -> Iterator[LocalBatch]:
+    def slices(self, slicing: Slicing) -> Iterator[LocalBatch]:
         """Yield this trainer's slice of each step for which :meth:`open` has found rows."""
         assert self._batches is not None
         empty, num_tasks = Batch.empty(*self.input_spec.sizes), len(self.config.all_tasks)
@@ -110,7 +109,7 @@ class StreamData(EncodedData):
             values = self.columns_of(batch)
             if batch.global_size:
                 values = pad_from_others(values, size, self._trainers)
-            yield LocalBatch(values, size, batch.global_size, tables)
+            yield LocalBatch(values, size, batch.global_size, slicing)
 
     def end_part(self, step: int) -> None:
         """Count the steps until ``step``, after the last slice. End the unit if it has no further steps."""

@@ -37,6 +37,7 @@ from hybrid.custom_loop.local_batches import (
     LocalBatch,
     PassSizes,
     PreparedData,
+    Slicing,
     cut,
     division,
     end_small,
@@ -106,7 +107,7 @@ class CurrentBatch:
 
     ticket: Ticket
     # Empty for a call of the module without a batch.
-    batch: LocalBatch = field(default_factory=lambda: LocalBatch({}, 0, 0, ()))
+    batch: LocalBatch = field(default_factory=lambda: LocalBatch({}, 0, 0, Slicing()))
     # The lookup that was sent before the script got the batch; None after its vectors are used.
     prefetched: Lookup | None = None
     is_last: bool = False  # whether it is the last micro-batch of a step
@@ -246,34 +247,23 @@ class TrainingLoop:
             self._evaluation = outer
 
     def slices(
-        self,
-        data: Any,
-        size: int | None,
-        whole: str | None,
-        drop_last: bool,
-        negatives: Mapping[str, Negatives],
-        index: int,
-        first_sample: int,
+        self, data: Any, slicing: Slicing, negatives: Mapping[str, Negatives], index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
         """Yield the slices of pass ``index`` from ``first_sample`` on; see :meth:`Cluster.batches`."""
-        trainer, num_trainers = self._backend.trainer, self._backend.group.size()
-        num_equal, last = division(data, size, drop_last) if torch.is_grad_enabled() else (0, 0)
+        slicing = replace(slicing, tables=self._prefetching)
+        num_equal, last = division(data, slicing) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
         if isinstance(data, StreamData):
-            slices = data.slices(self._prefetching)
+            slices = data.slices(slicing)
         elif isinstance(data, PreparedData):
-            if is_compared and last and whole is None and steps is not None and steps <= num_equal:
+            if is_compared and last and slicing.whole is None and steps is not None and steps <= num_equal:
                 # So that the last of the compared steps has the last, smaller batch.
                 first_sample = (len(data) - last) // num_equal * (num_equal - steps + 1)
-            split = trainer, num_trainers, size, self._prefetching, whole, index, first_sample
-            slices = data.slices(*split, drop_last=drop_last)
+            slices = data.slices(slicing, index, first_sample)
         else:
-            batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
-            remaining = skip_samples(batches, first_sample)
-            if is_compared:
-                remaining = end_small(remaining, steps, last)
-            slices = slice_batches(remaining, trainer, num_trainers, self._prefetching, whole)
-        if self.step == 0 and whole is None and not self._backend.is_single_process:
+            remaining = skip_samples(self._seeded(global_batches(data, slicing), index), first_sample)
+            slices = slice_batches(end_small(remaining, steps, last) if is_compared else remaining, slicing)
+        if self.step == 0 and slicing.whole is None and not self._backend.is_single_process:
             self._last_size = last if steps is None or steps > num_equal else 0
 
         def drawn(step: int) -> dict[str, Tensor]:

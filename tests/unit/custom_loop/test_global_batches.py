@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.local_batches import checksum, cut, global_batches, size_of, slice_batches
+from hybrid.custom_loop.local_batches import Slicing, checksum, cut, global_batches, size_of, slice_batches
 from hybrid.errors import DataError
 
 CONSTANTS = {"mask": None, "epoch": 3, "rate": torch.tensor(0.5), "about": ("x", {"name": "text"}, True)}
@@ -42,8 +42,10 @@ def test_cut_keeps_the_structure_of_a_batch() -> None:
     assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
     assert part["pair"].tags.values.tolist() == [4, 5, 5]
     assert (part["name"], part["title"]) == (["4", "5"], ("4", "5"))
-    of_batch = [each.values for each in next(slice_batches([whole()], 1, 2, [])).split(3)]
-    for values in (part, *of_batch, *global_batches([whole(), whole()], 8)):
+    of_batch = [
+        each.values for each in next(slice_batches([whole()], Slicing(trainer=1, num_trainers=2))).split(3)
+    ]
+    for values in (part, *of_batch, *global_batches([whole(), whole()], Slicing(8))):
         assert values | CONSTANTS == values
 
 
@@ -52,17 +54,17 @@ def test_rebatching_gives_batches_of_one_size(size: int) -> None:
     of_all = whole()
     pieces = [cut(of_all, 0, 4), cut(of_all, 4, 5), cut(of_all, 5, 10)]
     for data in (of_all, pieces):
-        found = list(global_batches(data, size))
+        found = list(global_batches(data, Slicing(size)))
         assert [size_of(each) for each in found[:-1]] == [size] * (len(found) - 1)
         assert flat(found) == flat([of_all])
-        complete = list(global_batches(data, size, drop_last=True))
+        complete = list(global_batches(data, Slicing(size, drop_last=True)))
         assert flat(complete) == flat(found[: 10 // size])
-    assert [size_of(each) for each in global_batches(pieces, None)] == [4, 1, 5]
+    assert [size_of(each) for each in global_batches(pieces, Slicing())] == [4, 1, 5]
 
 
 def test_trainers_take_contiguous_slices() -> None:
-    batches = list(global_batches(whole(), 8))
-    taken = [list(slice_batches(batches, trainer, 3, [])) for trainer in range(3)]
+    batches = list(global_batches(whole(), Slicing(8)))
+    taken = [list(slice_batches(batches, Slicing(trainer=trainer, num_trainers=3))) for trainer in range(3)]
     assert [[each.size for each in of] for of in taken] == [[3, 1], [3, 1], [2, 0]]
     assert [each.global_size for each in taken[2]] == [8, 2]
     assert flat([of[0].values for of in taken]) == flat(batches[:1])
@@ -81,15 +83,17 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
     of_all, total = of_groups(sizes), sum(sizes)
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
     pieces = [cut(of_all, start, stop) for start, stop in pairwise(cuts)]
-    found = list(global_batches(of_all, size, "user"))
+    found = list(global_batches(of_all, Slicing(size, "user")))
     assert flat(found) == flat([of_all])
-    assert [flat([each]) for each in global_batches(pieces, size, "user")] == [flat([each]) for each in found]
+    assert [flat([each]) for each in global_batches(pieces, Slicing(size, "user"))] == [
+        flat([each]) for each in found
+    ]
     ends = list(accumulate(sizes))
     for number in range(len(found)):
         last = [end for end in ends if number * size < end <= (number + 1) * size]
         assert sum(map(size_of, found[: number + 1])) == last[-1]
     if len(sizes) < 9:
-        taken = [list(slice_batches(found, trainer, 3, [], "user")) for trainer in range(3)]
+        taken = [list(slice_batches(found, Slicing(None, "user", False, trainer, 3))) for trainer in range(3)]
         for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
             assert all(size_of(part.values) >= min(1, size_of(batch)) for part in parts)
             cuts_of_parts = [cut(part.values, 0, part.size) for part in parts]
@@ -113,7 +117,7 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
 def test_split_groups_are_refused(batch: Any, message: str) -> None:
     for num_trainers in (1, 2):
         with pytest.raises(DataError, match=message):
-            list(slice_batches([batch], 0, num_trainers, [], "user"))
+            list(slice_batches([batch], Slicing(None, "user", False, 0, num_trainers)))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -121,7 +125,7 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
     of_all = of_groups([2, 5, 1])
     for data in (of_all, [cut(of_all, start, start + 1) for start in range(8)]):
         with pytest.raises(DataError, match=r"group [01] "):
-            list(global_batches(data, size, "user"))
+            list(global_batches(data, Slicing(size, "user")))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
 )
 def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(slice_batches(global_batches(data, 2), 0, 2, []))
+        list(slice_batches(global_batches(data, Slicing(2)), Slicing(num_trainers=2)))
 
 
 def test_checksum_covers_every_tensor() -> None:

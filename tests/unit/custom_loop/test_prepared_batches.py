@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
-from hybrid.custom_loop.local_batches import size_of
+from hybrid.custom_loop.local_batches import Slicing, size_of
 from hybrid.errors import CheckpointError, ConfigError, DataError
 
 ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
@@ -31,10 +31,10 @@ def test_slices_of_all_trainers_are_all_samples(tmp_path: Path) -> None:
     assert len(train) + len(test) == 60
     assert set(train.num_rows) == {"user", "tags"}
     assert train.dense_columns == ("price",)
-    whole = list(test.slices(0, 1, 100, []))
+    whole = list(test.slices(Slicing(100)))
     assert [each.global_size for each in whole] == [len(test)]
     assert set(whole[0].values) == {"label", "dense", "user", "tags"}
-    parts = [list(test.slices(trainer, 3, 5, [])) for trainer in range(3)]
+    parts = [list(test.slices(Slicing(5, trainer=trainer, num_trainers=3))) for trainer in range(3)]
     assert {len(part) for part in parts} == {-(-len(test) // 5)}
     for step in zip(*parts, strict=True):
         assert sum(each.size for each in step) == step[0].global_size
@@ -51,8 +51,7 @@ def test_slices_of_all_trainers_are_all_samples(tmp_path: Path) -> None:
 def test_each_pass_has_another_order(tmp_path: Path) -> None:
     train, _ = hybrid.connect(config_of(tmp_path)).prepare()
     passes = [
-        torch.cat([each.values["dense"] for each in train.slices(0, 1, None, [], epoch=epoch)])
-        for epoch in range(2)
+        torch.cat([each.values["dense"] for each in train.slices(Slicing(), epoch)]) for epoch in range(2)
     ]
     assert not torch.equal(*passes)
     assert torch.equal(*(each.sort(dim=0).values for each in passes))
@@ -67,7 +66,7 @@ def test_batch_has_labels_weights_and_groups(tmp_path: Path) -> None:
     file.write_text(text + TASKS)
     cluster = hybrid.connect(file)
     train, _ = cluster.prepare()
-    (whole,) = train.slices(0, 1, 100, [])
+    (whole,) = train.slices(Slicing(100))
     values = whole.values
     assert {"click", "cost", "click.weights", "cost.weights", "group", "dense", "user", "tags"} == set(values)
     assert torch.equal(values["click"], values["cost"] % 2)
@@ -83,8 +82,8 @@ def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
     file = config_of(tmp_path)
     file.write_text(file.read_text().replace('dense = ["price"]', 'group = "user"'))
     train, test = hybrid.connect(file).prepare()
-    parts = [list(train.slices(trainer, 3, 15, [], "group")) for trainer in range(3)]
-    whole = list(train.slices(0, 1, 15, [], "group"))
+    parts = [list(train.slices(Slicing(15, "group", False, trainer, 3))) for trainer in range(3)]
+    whole = list(train.slices(Slicing(15, "group")))
     assert sum(each.size for each in whole) == len(train)
     for step, alone in zip(zip(*parts, strict=True), whole, strict=True):
         groups = [each.values["group"] for each in step]
@@ -93,11 +92,11 @@ def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
         assert torch.equal(torch.cat(own), alone.values["group"])
         assert sum(len(each.unique()) for each in own) == len(alone.values["group"].unique())
     with pytest.raises(DataError, match=r"whole = 'user' .* data\.group"):
-        list(train.slices(0, 1, 15, [], "user"))
+        list(train.slices(Slicing(15, "user")))
     with pytest.raises(DataError, match="groups"):
-        list(test.slices(0, 1, 15, [], "group"))
+        list(test.slices(Slicing(15, "group")))
     with pytest.raises(DataError, match="batch of 5"):
-        list(train.slices(0, 1, 5, [], "group"))
+        list(train.slices(Slicing(5, "group")))
 
 
 def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write('[columns.tags]\nkind = "weighted"\n[columns.price]\nnumeric_scaling = "none"\n')
     train, _ = hybrid.connect(file).prepare()
-    (local,) = train.slices(0, 1, 100, [])
+    (local,) = train.slices(Slicing(100))
     whole = local.values
     assert set(whole) == {"label", "dense", "user", "tags", "tags.weights"}
     tags, weights = whole["tags"], whole["tags.weights"]

@@ -16,6 +16,7 @@ import hybrid
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import Backend
+from hybrid.custom_loop.local_batches import Slicing
 from hybrid.custom_loop.stream_data import StreamData
 from hybrid.errors import CheckpointError, ConfigError, DataError
 
@@ -142,7 +143,7 @@ def test_trainers_read_the_rows_of_one_process(tmp_path: Path) -> None:
         stream = StreamData(Backend(config, rank, group, None), lambda _: None)
         steps: list[Any] = []
         while stream.open(len(steps), lambda: None):
-            steps += stream.slices([])
+            steps += stream.slices(Slicing())
             stream.end_part(len(steps))
         return steps
 
