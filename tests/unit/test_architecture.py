@@ -39,7 +39,7 @@ OPENERS = {
     *("hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"),
     "hybrid/embedding/saved_tables.py",
     # a folder without links, see build_directory
-    *("hybrid/data/encode/vocabulary_file.py", "hybrid/data/prepare/stages.py"),
+    *("hybrid/data/encode/vocabulary_file.py", "hybrid/data/prepare/file_preparation.py"),
     "hybrid/data/dataset/prepared_dataset.py",
     # a file that the user names, the user's private folder, standard output
     *("hybrid/config/loading.py", "hybrid/security/secret.py", "hybrid/user_code/run_signature.py"),
