@@ -12,7 +12,7 @@ their types. The engine wraps the stages of a net in :class:`DataParallel`; user
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial, reduce
@@ -25,7 +25,6 @@ from torch._utils import ExceptionWrapper
 from torch.autograd.function import FunctionCtx
 from torch.nn.parameter import is_lazy
 
-from hybrid.dense.parameter_substitution import shadow
 from hybrid.primitives.thread_counts import use_configured_threads
 
 Device: TypeAlias = int | str | torch.device
@@ -242,6 +241,49 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
         shadow(module, dict(zip(originals, copies[index :: len(targets)], strict=True)))
         for index in range(len(targets))
     ]
+
+
+def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
+    """Return a replica of ``module`` over other tensors, with the same structure, code, settings and hooks.
+
+    A substitute of a parameter may be the result of a computation. It is a plain attribute of an eager
+    replica, which lists no parameter of that name. Several threads may call this at once, since ``module`` is
+    only read.
+
+    Args:
+        module: eager or TorchScript.
+        tensors: substitutes of parameters and buffers; the replica shares all others with ``module``.
+
+    Raises:
+        RuntimeError: a parameter has no shape yet, a TorchScript module contains Python modules, or a
+            submodule is compiled by ``torch.compile``, which binds its code to the original.
+    """
+    replicas: dict[nn.Module, Any] = {}  # by original
+    for original in module.modules():
+        if original.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in original._modules:
+            name = type(original._modules.get("_orig_mod", original)).__name__
+            raise RuntimeError(
+                f"{name} is compiled, which binds its code to one module; replicas need it eager"
+            )
+        replicas[original] = original._replicate_for_data_parallel()
+    for original, replica in replicas.items():
+        is_script = isinstance(original, torch.jit.ScriptModule)
+        if not is_script:
+            replica._parameters = {}  # which torch.fx modules would keep
+        for name, child in original._modules.items():
+            if is_script and not isinstance(child, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    "Cannot replicate network where python modules are children of ScriptModule"
+                )
+            if child is not None:
+                replica._modules[name] = replicas[child]
+        for name, tensor in (*original._parameters.items(), *original._buffers.items()):
+            if tensor is not None and tensor in tensors:
+                setattr(replica, name, tensors[tensor])
+            elif not is_script and name in original._parameters:
+                replica._parameters[name] = tensor
+    replicated: M = replicas[module]
+    return replicated
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:

@@ -12,8 +12,8 @@ from torch.futures import Future
 from hybrid.checkpoint.checkpoint_folders import REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
+from hybrid.dense.data_parallel import shadow
 from hybrid.dense.dense_optimizer import DenseOptimizer, squared_norm
-from hybrid.dense.parameter_substitution import shadow
 from hybrid.errors import NonFiniteError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.updates.barrier import UpdateBarrier

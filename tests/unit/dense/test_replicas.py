@@ -26,8 +26,7 @@ from unit.dense.replicas import (
     linear,
 )
 
-from hybrid.dense.data_parallel import DataParallel, data_parallel, replicate
-from hybrid.dense.parameter_substitution import shadow
+from hybrid.dense.data_parallel import DataParallel, data_parallel, replicate, shadow
 
 # The largest differences of sums in another order, by type.
 TOLERANCES = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2, torch.bfloat16: 1e-1}
