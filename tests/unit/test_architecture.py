@@ -52,7 +52,7 @@ OPENERS = {
     "workers/console/messages.py",
 }
 OPENING = re.compile(
-    r"(?<!\w)(open|os\.(open|fdopen)|np\.(load|save|memmap)|safe_open|load_file|(\w+\.)*open_memmap)"
+    r"(?<!\w)(open|os\.(open|fdopen)|np\.(load|save|memmap|fromfile)|safe_open|load_file|(\w+\.)*open_memmap)"
     r"|pq\.(ParquetFile|ParquetWriter|read_\w+)|.*\.(write_text|write_bytes|read_text|read_bytes)"
 )
 

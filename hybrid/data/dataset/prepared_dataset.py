@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,8 @@ _TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # types of arrays; other array
     **dict.fromkeys(("dense", "weights"), (np.float32,)),
     "ids": (np.int32, np.int64),
 }
+
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]  # by name
 
 
 class PreparedDataset:
@@ -121,7 +123,7 @@ class PreparedDataset:
         return block_batch(self._samples.take(rows), self.input_spec)._replace(global_size=global_size)
 
 
-def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
+def map_arrays(folder: Path, manifest: DataManifest, split: str) -> Arrays:
     """Map all arrays of a split into memory, by name; DataError if one is missing or has a wrong form."""
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
@@ -242,15 +244,16 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
     return tuple(reports)
 
 
-def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> None:
-    """Create the arrays of a split with the sizes in ``end``."""
+def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> Arrays:
+    """Create the arrays of a split with the sizes in ``end``, and return them by name, mapped into memory."""
     folder.mkdir(parents=True, exist_ok=True)
     features = spec.sparse_features
     multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
+    arrays: Arrays = {}
 
     def create(name: str, num_rows: int, dtype: npt.DTypeLike, *row_shape: int) -> None:
         path = folder / f"{name}.npy"
-        np.lib.format.open_memmap(path, "w+", dtype, (num_rows, *row_shape))
+        arrays[name] = np.lib.format.open_memmap(path, "w+", dtype, (num_rows, *row_shape))
         # If the disk is full, this fails; a write to a mapped array would kill the process.
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -271,13 +274,14 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
         create(f"bag_{k}_ids", int(end.values_K[k]), np.int64 if features[k].is_growing else np.int32)
         if features[k].weighted:
             create(f"bag_{k}_weights", int(end.values_K[k]), np.float32)
+    return arrays
 
 
 class SplitWriter:
     """Writes samples into the arrays of a split, from ``start`` on; sums labels by block."""
 
-    def __init__(self, folder: Path, spec: InputSpec, start: SplitPosition) -> None:
-        self._arrays = {path.stem: np.load(path, mmap_mode="r+") for path in folder.glob("*.npy")}
+    def __init__(self, arrays: Arrays, spec: InputSpec, start: SplitPosition) -> None:
+        self._arrays = arrays
         self._row = start.row
         multi_hot = [k for k, feature in enumerate(spec.sparse_features) if feature.multi_hot]
         self._bag_ends = {k: int(start.values_K[k]) for k in multi_hot}

@@ -33,6 +33,7 @@ from hybrid.config import RunConfig
 from hybrid.config.data_sections import JOINS, PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.dataset.prepared_dataset import (
+    Arrays,
     LabelSums,
     SplitPosition,
     SplitWriter,
@@ -196,13 +197,16 @@ class FilesPreparation:
         for _ in self._map("writing", 0.0, self.index_values, encoder.sparse):
             pass
         targets = self._layout.targets
-        for split, (*_, end) in starts.items():
-            create_arrays(self.folder / split, encoder.input_spec, targets, end)
-
+        # Threads do not open .npy files: in Python 3.11, two threads that parse their headers can fail.
+        arrays = {
+            split: create_arrays(self.folder / split, encoder.input_spec, targets, end)
+            for split, (*_, end) in starts.items()
+        }
         jobs = [(piece, {split: each[i] for split, each in starts.items()}) for i, piece in enumerate(pieces)]
+        encode = partial(self.encode_piece, encoder, arrays)
         sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in starts}
-        for of_splits in self._map("writing", weight, partial(self.encode_piece, encoder), jobs):
+        for of_splits in self._map("writing", weight, encode, jobs):
             for split, (label_sums, counts) in of_splits.items():
                 sums[split] += label_sums
                 unknown[split] += counts
@@ -267,7 +271,7 @@ class FilesPreparation:
                 if counts_D.size:
                     counts_D += ValueCounts.of(column).counts_D
         for k, counts_D in enumerate(counts):
-            np.save(piece.counts_path(k), counts_D)
+            counts_D.tofile(piece.counts_path(k))
         return statistics, sizes
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
@@ -278,7 +282,7 @@ class FilesPreparation:
             self._advance(0)
             values = piece.values()
             for k in group:
-                waiting.append(ValueCounts(values[k], np.load(piece.counts_path(k))))
+                waiting.append(ValueCounts(values[k], np.fromfile(piece.counts_path(k), np.int64)))
                 size += len(values[k])
             # A sum costs as much as its values. So the values double, or sums would take most of the time.
             if i == len(pieces) or size > max(RANKED_AT_ONCE, len(ranked.values)):
@@ -302,9 +306,12 @@ class FilesPreparation:
             encoding.rows(pa.array([], pa.large_string()))
 
     def encode_piece(
-        self, encoder: FeatureEncoder, job: tuple[Piece, Mapping[str, SplitPosition]]
+        self,
+        encoder: FeatureEncoder,
+        arrays: Mapping[str, Arrays],
+        job: tuple[Piece, Mapping[str, SplitPosition]],
     ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
-        """Write the samples of a piece, the first one at a position in each split.
+        """Write the samples of a piece into the arrays of each split, the first one at a position.
 
         Returns:
             For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
@@ -315,8 +322,7 @@ class FilesPreparation:
         # For each column, the table row of each distinct value.
         rows_of_values = [pa.array(each.rows(values[k])) for k, each in enumerate(encoder.sparse)]
         writers = {
-            split: SplitWriter(self.folder / split, encoder.input_spec, start)
-            for split, start in positions.items()
+            split: SplitWriter(arrays[split], encoder.input_spec, start) for split, start in positions.items()
         }
         for split, rows in piece.blocks(rows_of_values):
             encoded = encoder.encode(rows)

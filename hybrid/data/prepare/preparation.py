@@ -151,8 +151,9 @@ def _write_synthetic(
     reports, truth = {}, []
     for split, num_rows in config.data.synthetic_splits.items():
         progress, nothing = Progress(report, "making the synthetic click log"), np.empty(0, np.int64)
-        prepared_dataset.create_arrays(folder / split, spec, targets, SplitPosition(num_rows, nothing))
-        writer = SplitWriter(folder / split, spec, SplitPosition(0, nothing))
+        end = SplitPosition(num_rows, nothing)
+        arrays = prepared_dataset.create_arrays(folder / split, spec, targets, end)
+        writer = SplitWriter(arrays, spec, SplitPosition(0, nothing))
         for block in log.blocks(split, num_rows):
             writer.append(block.samples._replace(targets=block.targets(targets)), block.rows_B)
             progress.add(len(block.rows_B))

@@ -122,7 +122,7 @@ class Piece(NamedTuple):
 
     def counts_path(self, k: int) -> Path:
         """Return the file with the count (int64) of each value of a column in training rows."""
-        return self.folder / f"counts_{k}.npy"
+        return self.folder / f"counts_{k}"
 
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
         """Yield the rows of each split, block by block.
