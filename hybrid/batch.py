@@ -113,8 +113,8 @@ class Batch(NamedTuple):
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
         local_size: number of samples without padding, if a loader has read the batch.
-        event_time: largest event time of the samples, in seconds since 1970; once batches are aligned, over
-            all trainers. -inf if there is none.
+        event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
+            ``align_batches`` replaces it by the largest over the slices of all trainers.
     """
 
     dense_features: Tensor

@@ -152,10 +152,9 @@ class Cluster:
     ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
-        The lookups of a batch are sent as soon as it is read. Under ``torch.no_grad()``, batches are for
-        evaluation. Tensors are on the device of the module. A slice without samples is one repeated sample of
-        the batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out repeated
-        samples.
+        Under ``torch.no_grad()``, batches are for evaluation. Tensors are on the device of the module. If a
+        trainer's slice would be empty, the trainer gets a copy of a sample of the batch. :meth:`backward`,
+        :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out copies.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
@@ -165,8 +164,8 @@ class Cluster:
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
                 adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
             drop_last: whether to leave out a last batch of fewer than ``size`` samples.
-            negatives: columns of items to draw in each step. Batches must be dicts. They get the ids (N,) as
-                column ``NAME``, and the logarithm of the probability of each id as ``NAME.log_q``.
+            negatives: items to draw in each step, by the name of the column that gets their ids (N,). The
+                column ``NAME.log_q`` gets the logarithms of their probabilities. Batches must be dicts.
 
         Raises:
             DataError: a group of ``whole`` is not adjacent, or larger than ``size``.

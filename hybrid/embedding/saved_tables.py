@@ -103,7 +103,11 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Map each row of a column of buckets to a stored row, by the bounds ``stored`` and ``wanted``."""
+    """Return the stored row for each table row of a column of buckets with the bounds ``wanted``.
+
+    It is the row of the stored bucket, one of those between the bounds ``stored``, that holds the middle of
+    the wanted bucket. Row 0, for missing values, stays row 0.
+    """
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 

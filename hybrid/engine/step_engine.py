@@ -129,9 +129,10 @@ class StepEngine(Generic[AnySamples]):
 
     @contextmanager
     def recording(self, micro: MicroBatch[AnySamples]) -> Iterator[MicroBatch[AnySamples]]:
-        """Send the lookup of a micro-batch, and yield the micro-batch with it.
+        """Yield a micro-batch with its lookup, for the forward pass.
 
-        The forward pass is recorded until :meth:`backward` or the end of the block.
+        In sync mode, this sends the lookup; else, it was sent earlier. If the graph spans processes,
+        a distributed autograd context is open until :meth:`backward` or the end of the block.
         """
         with ExitStack() as self._recording:
             self.model.begin(micro.is_last)

@@ -233,7 +233,7 @@ class Trainer:
         return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps, event_time)
 
     def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
-        """Return predictions for this trainer's slice of a split, for at least one step."""
+        """Return this trainer's predictions for ``num_steps`` (at least 1) batches of a split."""
         module = self._engine.model.module
         parts = []
         clock = StepClock()

@@ -309,7 +309,7 @@ class Checkpoints:
         return bool(now.is_delta_due or is_due_by_time or is_due_by_steps)
 
     def _write_delta(self, now: TrainingState) -> None:
-        """Write a delta before a full checkpoint, so that followers need not read the checkpoint."""
+        """Write a delta before a full checkpoint, which servers that follow the run then need not read."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()

@@ -149,7 +149,10 @@ class Files:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
-        """Return a warning about unread rows of ``unit``; DataError if the stream must not end there."""
+        """Check that the stream may end after ``last``, the last unit that was read; return no warning.
+
+        DataError if ``data.stream`` names a later last unit, which was not complete in time.
+        """
         if self._until and last is not None and last.name != self._until:
             late = f"the unit after {last.name} was not complete within {self.wait_hours(last):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
