@@ -12,7 +12,7 @@ from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
-from support.commands import ROOT, code_block, output_of, result_of, run, settings
+from support.commands import ROOT, output_of, result_of, run, settings
 
 DATA = ROOT.parent / "shared" / "data"
 ADULT = {"path": DATA / "adult" / "adult.data.gz", "test_path": DATA / "adult" / "adult.test.gz"}
@@ -78,16 +78,16 @@ def test_dlrmv4_trains_on_days_in_the_order_of_time(tmp_path: Path) -> None:
     assert all(table["dim"] == 64 for table in tables.values())
 
 
-def test_full_size_of_dlrmv4_is_planned_as_on_the_page(tmp_path: Path) -> None:
+def test_full_size_of_dlrmv4_is_planned_as_in_its_file(tmp_path: Path) -> None:
     """A shorter log suffices for the memory of workers."""
     write_log(tmp_path / "long", "--days=1", "--rows=200", "--users=1", "--history=4096")
-    _, sed, plan = code_block("docs/planning.md", "", "dlrmv4").replace("\\\n", "").splitlines()
+    comment = (ROOT / "configs/dlrmv4.toml").read_text(encoding="utf-8")
+    *_, sed, plan = re.findall(r"^#     (\S.*?[^\\])$", comment, re.MULTILINE | re.DOTALL)
     subprocess.run(sed.replace("configs", f"{ROOT}/configs"), shell=True, cwd=tmp_path, check=True)
-    planned = json.loads(run([*shlex.split(plan)[1:], "--json"], tmp_path).stdout)
+    planned = json.loads(run([*shlex.split(plan.replace("\\\n#", ""))[1:], "--json"], tmp_path).stdout)
     rows = sum(table["rows"] for table in planned["tables"].values())
     assert rows == 293_050_000
     assert sum(table["bytes"] for table in planned["tables"].values()) == rows * (512 * 4 + 4)
-    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
-    (on_page,) = re.findall(r"\| a worker, with a copy of its rows \| (\d+) GiB", page)
+    (stated,) = re.findall(r"a worker needs (\d+) GiB", comment)
     copies = 2 * rows * (512 * 4 + 4) / 8
-    assert copies < planned["worker_bytes"] < int(on_page) * 2**30 < 2 * copies
+    assert copies < planned["worker_bytes"] < int(stated) * 2**30 < 2 * copies
