@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from comparison.cases.matrix import call_text
-from support.seeded import random
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from unit.models.equations import check_model, vectors
 
 from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
 from hybrid.config.sections import NET_CALLS
@@ -54,12 +54,6 @@ def _widths(net: str, num_sparse: int = NUM_SPARSE) -> tuple[int, ...]:
     return (DIM + extra_columns(net),) * num_sparse
 
 
-def _inputs(batch_size: int, num_dense: int, width: int) -> tuple[Tensor, Tensor]:
-    dense_BF = random(batch_size, num_dense, seed=3, dtype=torch.float64)
-    pooled_BE = random(batch_size, width, seed=4, dtype=torch.float64)
-    return dense_BF.requires_grad_(), pooled_BE.requires_grad_()
-
-
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
@@ -88,19 +82,6 @@ def test_net_uses_onednn_where_preferred(
         assert kinds == {kind}
 
 
-def _assert_same(
-    form: nn.Module, plain: nn.Module, parameters: list[nn.Parameter], inputs: list[Tensor]
-) -> None:
-    """Check outputs and all gradients."""
-    output, expected = form(*inputs), plain(*inputs)
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
-    if not isinstance(plain, nn.Identity):
-        sources = [*parameters, *inputs]
-        found = torch.autograd.grad(output.square().sum(), sources)
-        wanted = torch.autograd.grad(expected.square().sum(), sources)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 # torch.compile makes an instance of DotInteraction's autograd function, against torch's own rules.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -110,9 +91,9 @@ def test_every_net_compiles_without_graph_breaks(net_name: str) -> None:
     widths = _widths(net_name)
     net = build_dense_net(_config(net_name), _input_spec(2), widths).double()
     before = sum(counters["graph_break"].values())
-    form = compiled(net, "aot_eager", _inputs(5, 2, sum(widths)))
-    for batch_size in (7, 0):
-        _assert_same(form, net, list(net.parameters()), list(_inputs(batch_size, 2, sum(widths))))
+    example, inputs = ((vectors(size, 2, seed=3), vectors(size, sum(widths), seed=4)) for size in (5, 7))
+    form = compiled(net, "aot_eager", example)
+    check_model(net, lambda _, *given: net(*given), *inputs, run=form)
     assert sum(counters["graph_break"].values()) == before
 
 

@@ -28,8 +28,6 @@ from unit.dense.replicas import (
 
 from hybrid.dense.data_parallel import DataParallel, data_parallel, replicate, shadow
 
-# The largest differences of sums in another order, by type.
-TOLERANCES = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2, torch.bfloat16: 1e-1}
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 GPU = pytest.mark.gpu
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -89,56 +87,6 @@ class TestOutputs:
         assert list(output[3]) == ["a", "b"]
         assert output[0].device == output[1][2][0].device == torch.device(devices[0])
         assert_close(output, expected)
-
-    @pytest.mark.parametrize("devices", DEVICES)
-    def test_recurrent_net_takes_the_same_step(self, devices: list[str]) -> None:
-        x = torch.ones(4, 4, 30, dtype=torch.double, device=devices[0])
-
-        def run(rnn: nn.LSTM, x: Tensor) -> Any:
-            rnn.flatten_parameters()
-            return rnn(x)
-
-        def recurrent() -> nn.Module:
-            return Calls(run, nn.LSTM(30, 16, batch_first=True, bidirectional=True))
-
-        def step(model: nn.Module) -> list[Tensor]:
-            optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
-            output, _ = model(x)
-            nn.functional.mse_loss(output, torch.zeros_like(output)).backward()
-            optimizer.step()
-            return [parameter.detach().clone() for parameter in model.parameters()]
-
-        plain, inner = (seeded(recurrent).to(devices[0], torch.double) for _ in range(2))
-        net, before = DataParallel(inner, devices), [p.detach().clone() for p in inner.parameters()]
-        after = step(net)
-        assert_close(after, step(plain), rtol=1e-5, atol=1e-8)
-        assert not any(torch.equal(now, then) for now, then in zip(after, before, strict=True))
-
-    @pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
-    @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.parametrize("keywords", [None, {}, {"unused": []}, {"unused": {}}, {"unused": ()}])
-    def test_positional_and_keyword_inputs_of_every_type(
-        self, devices: list[str], dtype: torch.dtype, keywords: dict[str, Any] | None
-    ) -> None:
-        layer, x = linear(devices[0]).to(dtype), random(20, 10, dtype=dtype).to(devices[0])
-        if keywords is None:
-            output = DataParallel(layer, devices)(x)
-        else:
-            module = Calls(lambda layer, input: layer(input["data"]), layer)
-            output = DataParallel(module, devices)(input={"data": x, **keywords})
-        assert output.device == torch.device(devices[0])
-        assert_close(output, layer(x), rtol=0.0, atol=TOLERANCES[dtype])
-
-    @pytest.mark.parametrize(
-        ("device", "dtype"), [("cpu", torch.bfloat16), pytest.param("cuda:0", torch.half, marks=GPU)]
-    )
-    def test_autocast_within_the_module(self, device: str, dtype: torch.dtype) -> None:
-        def run(layer: nn.Linear, x: Tensor) -> Any:
-            with torch.autocast(torch.device(device).type, dtype):
-                return layer(x)
-
-        net = DataParallel(Calls(run, linear(device)), [device, device])
-        assert net(torch.ones(4, 10)).dtype == dtype
 
 
 class TestBatches:
@@ -215,15 +163,6 @@ class TestDevices:
         with pytest.raises(ValueError, match="cuda:64"):
             DataParallel(linear(), ["cpu", device])
 
-    @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda:0", marks=GPU)])
-    @pytest.mark.parametrize("is_moved", [False, True])
-    def test_module_may_be_on_the_first_device(self, device: str, is_moved: bool) -> None:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("cpu" if is_moved else device)
-        net = DataParallel(module, [device] * 2).to(device)
-        for output in (net(random(2, 2)), data_parallel(module, random(2, 2), [device] * 2)):
-            assert output.device == torch.device(device)
-            assert output.shape == (2, 2)
-
     @pytest.mark.parametrize(
         ("first", "second"),
         [
@@ -250,18 +189,6 @@ class TestDevices:
 
 
 class TestReplicate:
-    @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.parametrize("form", [list, tuple])
-    def test_each_replica_computes_the_same_on_its_device(
-        self, devices: list[str], form: Callable[[list[str]], Any]
-    ) -> None:
-        module = seeded(lambda: nn.Linear(10, 5)).to(devices[0])
-        x = random(2, 10)
-        expected = module(x.to(devices[0]))
-        for replica, device in zip(replicate(module, form(devices)), devices, strict=True):
-            assert {replica.weight.device, replica.bias.device} == {torch.device(device)}
-            assert_close(replica(x.to(device)), expected, check_device=False)
-
     @pytest.mark.parametrize("devices", PAIRS)
     def test_first_replica_shares_buffers_with_the_module(self, devices: list[str]) -> None:
         module = nn.BatchNorm2d(10).to(devices[0])

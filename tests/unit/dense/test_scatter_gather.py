@@ -140,8 +140,7 @@ def settings() -> list[Any]:
     return [
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         torch.is_autocast_cache_enabled(),
     ]
 
@@ -153,19 +152,6 @@ class TestParallelApply:
         check(*linears(devices), None)
 
     @pytest.mark.parametrize(
-        ("devices", "cpu_dtype"),
-        [
-            (CPUS, torch.bfloat16),
-            (CPUS, torch.half),
-            pytest.param(["cuda:0", "cpu"], torch.bfloat16, marks=pytest.mark.gpu),
-        ],
-    )
-    def test_threads_inherit_autocast(self, devices: list[str], cpu_dtype: torch.dtype) -> None:
-        on_gpu = torch.autocast("cuda", torch.half, enabled="cuda:0" in devices)
-        with on_gpu, torch.autocast("cpu", cpu_dtype):
-            check(*linears(devices), devices)
-
-    @pytest.mark.parametrize(
         "setting",
         [
             nullcontext(),
@@ -173,6 +159,10 @@ class TestParallelApply:
             torch.inference_mode(),
             torch.autocast("cpu", torch.half),
             torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+            pytest.param(
+                torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()),
+                marks=pytest.mark.gpu,
+            ),
         ],
     )
     def test_threads_inherit_settings(self, setting: AbstractContextManager[None]) -> None:

@@ -27,7 +27,7 @@ def check_model(
         run: called with the inputs instead of the module.
     """
     module.double()
-    run = run or module
+    run = module if run is None else run
     parameters = dict(module.named_parameters())
     expected = _with_gradients(plain(parameters, *inputs), [*parameters.values(), *inputs])
     found = _with_gradients(run(*inputs), [*parameters.values(), *inputs])

@@ -1,4 +1,4 @@
-"""Routes: where ids go and how responses become vectors, against plain torch."""
+"""Lookups of a trainer: where ids go, how responses become vectors, and ids that are refused."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.errors import DataError
 from hybrid.updates.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
@@ -268,3 +269,63 @@ def test_row_shared_by_history_and_candidate_is_requested_once() -> None:
     assert rows.ids_L.tolist() == [4, 7, ROWS + 1]
     assert (rows.offsets, rows.weights_L) == (None, None)
     assert is_alone_in_memory(rows.ids_L)
+
+
+@pytest.mark.parametrize(
+    ("bags", "named"),
+    [
+        ([[[9], [8]], [[8], [0]]], "a, sample 0: id 9"),
+        ([[[0], [-1]], [[8], [0]]], "a, sample 1: id -1"),
+        ([[[0], [8]], [[-1], [0]]], "b, sample 0: id -1"),
+        ([[[0], [8]], [[8], [9]]], "b, sample 1: id 9"),
+        ([[[], [9], [2, 3]], [[], [4, 5], [6]]], "a, sample 1: id 9"),
+        ([[[1], [], [2, 3]], [[], [-1, 5], [6]]], "b, sample 1: id -1"),
+        ([[[1], [], [2, 3]], [[], [4, 5], [6, 9]]], "b, sample 2: id 9"),
+    ],
+)
+def test_invalid_id_names_its_feature_and_sample(
+    stack: ExitStack, bags: list[list[list[int]]], named: str
+) -> None:
+    sparse, has_one_id = features_of_bags(bags), len(bags[0]) == 2
+    each = cluster(stack, [A, B], 2, multi_hot="" if has_one_id else "ab")
+    with pytest.raises(DataError, match=f"^feature {named} "):
+        each.embeddings.lookup(sparse._replace(offsets=None) if has_one_id else sparse, Ticket(0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("bags", "expected"), [((), 1), (range(4), 1), (range(2), 2)], ids=["one id", "bags", "both"]
+)
+@pytest.mark.parametrize("worker", [0, None], ids=["table", "row"])
+def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
+    worker: int | None, bags: Sequence[int], expected: int
+) -> None:
+    for num_tables in (4, 300):
+        tables = [table(f"t{k}", 2, None if worker is None else k % 2) for k in range(num_tables)]
+        multi_hot = [k for k in range(num_tables) if k % 4 in bags]
+        sparse = features_of_bags([[[b % 2] for b in range(3)]] * num_tables)
+        requests = requests_of(tables, multi_hot, sparse, place(tables, 2))
+        assert list(map(len, requests)) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("offsets", "weights_L", "num_features", "message"),
+    [
+        ([0, 5, 2, 3], None, 1, "offsets"),
+        ([0, 1, 2, 10**6], None, 1, "offsets"),
+        ([0, 3_000_000, 2, 3], None, 1, "offsets"),
+        ([1, 2, 3, 3], None, 1, "offsets"),
+        ([0, 1, 1, 2], None, 1, "offsets"),
+        ([0, -1, 2, 3], None, 1, "offsets"),
+        ([0, 1, 3], torch.ones(2), 2, "2 weights"),
+        ([0, 1, 2, 3], None, 2, "3 bags"),
+        (None, None, 2, "3 bags"),
+    ],
+    ids=str,
+)
+def test_invalid_offsets_and_weights_are_refused(
+    offsets: list[int] | None, weights_L: Tensor | None, num_features: int, message: str
+) -> None:
+    """Compiled kernels would read and write beyond the arrays."""
+    ends = None if offsets is None else torch.tensor(offsets)
+    with pytest.raises(DataError, match=message):
+        BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), ends, weights_L, num_features))
