@@ -63,12 +63,12 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: in training, there is only one value per channel.
         """
         if self.training and self.group is not None:
-            normalized: Tensor = self._normalize(input)
+            # Not a decorator, which would import torch._dynamo with this module and take most of a second.
+            normalized: Tensor = torch.compiler.disable(self._normalize)(input)
             return normalized
         output: Tensor = super().forward(input)
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalize(self, values: Tensor) -> Tensor:
         others, shape = [0, *range(2, values.dim())], [1, -1, *[1] * (values.dim() - 2)]
         x = values if values.dtype == torch.float64 else values.float()

@@ -2,9 +2,8 @@
 
 Sums over trainers are bit-identical in a resumed run. DDP's own sums would not be: it rebuilds its buckets
 after the first step of a process, and with three or more trainers, gloo and NCCL add values in an order that
-depends on their offset in the buffer.
-:class:`SharedSlots` add in the order of the ranks, for trainers of one host. :class:`GroupReduce` all-reduces
-buffers whose layout is fixed when the model is built.
+depends on their offset in the buffer. For trainers of one host, :class:`SharedSlots` adds in the order of the
+ranks. Otherwise :class:`GroupReduce` all-reduces buffers whose layout is fixed when the model is built.
 """
 
 # No postponed annotations here: DDP checks the annotations of a communication hook, as types.
@@ -61,24 +60,27 @@ class DensePlacement:
         net: nn.Module,
         net_state: Mapping[str, Tensor],
         optimizer_state: Mapping[int, Mapping[str, Any]],
-        convert: Callable[[Tensor, Layout], Tensor],
+        convert_tensor: Callable[[Tensor, Layout], Tensor],
     ) -> tuple[NetState, OptimizerState]:
         """Return the states of the net and of its optimizer, with converted tensors of split parameters.
 
         Args:
-            convert: :func:`full_tensor` for full states, which all trainers that hold the net must gather
-                together; :func:`local_shard` for this trainer's shard of full states.
+            convert_tensor: :func:`full_tensor` for full states, which all trainers that hold the net must
+                gather together; :func:`local_shard` for this trainer's shard of full states.
         """
         parameters = dict(net.named_parameters())
         layouts = {name: self.layouts[p] for name, p in parameters.items() if p in self.layouts}
-        converted_net = {n: convert(t, layouts[n]) if n in layouts else t for n, t in net_state.items()}
+        converted_net = {
+            name: convert_tensor(tensor, layouts[name]) if name in layouts else tensor
+            for name, tensor in net_state.items()
+        }
         layout_of = dict(enumerate(map(layouts.get, parameters)))
         converted_optimizer = {}
         for index, values in optimizer_state.items():
             layout = layout_of.get(index)  # None as well if the state is of another net
             converted_optimizer[index] = {
                 # The step count does not have the shape of the parameter.
-                key: convert(value, layout)
+                key: convert_tensor(value, layout)
                 if layout is not None and isinstance(value, Tensor) and value.dim() > 0
                 else value
                 for key, value in values.items()
@@ -152,10 +154,10 @@ class GroupReduce:
 class DdpModel:
     """The model of one trainer, in which DDP wraps the part that ``mode`` selects, and its gradients.
 
-    DDP copies the parameters of trainer 0 to the others, and calls :func:`sum_hook` whenever a bucket of
-    gradients is complete. It reduces nothing itself: the hook sums the bucket by :class:`SharedSlots`, or
-    copies it for :class:`GroupReduce`, while the backward pass continues. The results are in ``gradients``.
-    The gradients of a step's micro-batches are added up and reduced once, in the last backward pass.
+    DDP copies the parameters of trainer 0 to the others, and fills buckets with gradients. It reduces nothing
+    itself: a hook sums each bucket by :class:`SharedSlots`, or copies it for :class:`GroupReduce`, while the
+    backward pass continues. The gradients of a step's micro-batches are added up and reduced once, in the
+    last backward pass.
 
     Args:
         model: a model whose ``stages`` are wrapped in place, or any other module.
@@ -166,8 +168,6 @@ class DdpModel:
         module: the module to call, perhaps wrapped in DDP.
         net: the local net, with the parameter names that it has without DDP.
         gradients: by parameter, once the last micro-batch of a step is collected.
-        shared_reduce, group_reduce: one of them sums over trainers. Both are None for a single trainer.
-        accumulated: the gradients of the earlier micro-batches of the step, by parameter.
 
     Raises:
         ConfigError: the mode selects the head, which has no trainable parameters.
@@ -181,32 +181,30 @@ class DdpModel:
         clock: StepClock | None = None,
         shared_reduce: SharedSlots | None = None,
     ) -> None:
-        self._whole = model
-        self._model = model if isinstance(model, HybridModel) else None
-        self.net: nn.Module = model if self._model is None else self._model.net
-        self.module = model
+        self.module = self._unwrapped = model
+        self.net: nn.Module = model.net if isinstance(model, HybridModel) else model
         self.gradients: dict[Tensor, Tensor] = {}
-        self.clock = clock or StepClock()
-        self.shared_reduce = shared_reduce
-        self.group_reduce: GroupReduce | None = None
-        self.accumulated: dict[Tensor, Tensor] = {}
-        self._placement = placement
         self._mode = mode
-        self._ddp: DistributedDataParallel | None = None
-        self._is_last = True  # micro-batch of the step
-        self._reduced: set[Tensor] = set()  # parameters that DDP reduces
-        self._summed: set[Tensor] = set()  # those that it has reduced in this micro-batch
+        self._placement = placement
+        self._clock = clock or StepClock()
+        # One of these sums over trainers. Both are None for a single trainer.
+        self._shared_reduce = shared_reduce
+        self._group_reduce: GroupReduce | None = None
         self._capacity = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        self._ddp: DistributedDataParallel | None = None
+        self._wrapped: set[Tensor] = set()  # the parameters whose gradients DDP has in its buckets
+        self._is_last = True  # micro-batch of the step
+        self._accumulated: dict[Tensor, Tensor] = {}  # the gradients of the earlier micro-batches of the step
+        self._summed: set[Tensor] = set()  # the parameters of the buckets that the micro-batch has filled
         if mode is DdpMode.OUTSIDE:
             self.follow_parameters()
         elif mode is DdpMode.INSIDE:
-            assert self._model is not None, "only a net in stages has a head"
-            head = self._model.stages.head
+            assert isinstance(model, HybridModel), "only a net in stages has a head"
+            head = model.stages.head
             if not any(parameter.requires_grad for parameter in head.parameters()):
                 raise ConfigError("dense.ddp", "needs a head with trainable parameters", mode.value)
-            self._model.stages.head = self._ddp = self._wrap(head)
+            model.stages.head = self._wrap(head)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow_parameters(self) -> nn.Module:
         """Return the module to call. Under ``OUTSIDE``, wrap it again if other parameters are now trained.
 
@@ -216,22 +214,22 @@ class DdpModel:
             RuntimeError: the parameters have changed between two micro-batches of a step.
         """
         trained = {p for p in self.net.parameters() if p.requires_grad}
-        if self._mode is DdpMode.OUTSIDE and trained != self._reduced:
-            if self.accumulated:
+        if self._mode is DdpMode.OUTSIDE and trained != self._wrapped:
+            if self._accumulated:
                 raise RuntimeError(
                     "the trained parameters of the module have changed between two micro-batches of a step; "
                     "change requires_grad, or replace layers, only after a whole step"
                 )
-            self.module = self._whole
+            self.module = self._unwrapped
             self._ddp = None
-            self._reduced = set()
+            self._wrapped = set()
             if trained:
-                self.module = self._ddp = self._wrap(self._whole)
+                self.module = self._wrap(self._unwrapped)
         return self.module
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
         group, parameters = self._placement.group, [p for p in module.parameters() if p.requires_grad]
-        ddp = DistributedDataParallel(
+        self._ddp = ddp = DistributedDataParallel(
             module,
             process_group=group,
             gradient_as_bucket_view=True,
@@ -240,12 +238,12 @@ class DdpModel:
             forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         )
         if sum(parameter.nbytes for parameter in parameters) > self._capacity:
-            self.shared_reduce = None
-        if self.shared_reduce is None and group.size() > 1:
-            self.group_reduce = GroupReduce(parameters, group, self.clock)
-        ddp.register_comm_hook(self, sum_hook)
+            self._shared_reduce = None
+        if self._shared_reduce is None and group.size() > 1:
+            self._group_reduce = GroupReduce(parameters, group, self._clock)
+        ddp.register_comm_hook(None, self._sum_bucket)
         ddp.require_backward_grad_sync = self._is_last
-        self._reduced = set(parameters)
+        self._wrapped = set(parameters)
         return ddp
 
     def begin(self, is_last: bool) -> None:
@@ -255,84 +253,93 @@ class DdpModel:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
+    def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum gradients over trainers, and over the micro-batches of the step; a communication hook of DDP.
+
+        DDP would divide by the number of trainers, which is the mean only where all batches have one size.
+        The loss of each trainer already carries the weight of its samples in the global batch, so the sum is
+        right.
+        """
+        self._summed.update(bucket.parameters())
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter in self._accumulated:
+                gradient.add_(self._accumulated.pop(parameter))
+            if self._group_reduce is not None:
+                self._group_reduce.add(parameter, gradient)
+        buffer = bucket.buffer()
+        if self._group_reduce is None:
+            span = self._clock.begin("all-reduce", num_bytes=buffer.nbytes)
+            if self._shared_reduce is not None:
+                self._shared_reduce.sum_(buffer)
+            if span is not None:
+                span.close()
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
     def collect(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Add the gradients of the micro-batch, as its graph gives them."""
-        is_last = self._is_last
-        reduced: Mapping[Tensor, Tensor] = {}
-        if is_last and self.group_reduce is not None:
-            self.group_reduce.wait()
-            reduced = self.group_reduce.gradients
-        named = dict(self.net.named_parameters()) if is_last and self._ddp is not None else {}
-        if unused := [name for name, p in named.items() if p in self._reduced and p not in gradients]:
+        """Add the gradients of the micro-batch to those of the step, after its backward pass.
+
+        Args:
+            gradients: by leaf of the micro-batch's graph; only those of parameters of the net are used.
+
+        Raises:
+            RuntimeError: at the end of a step, DDP has not summed the gradient of a parameter.
+        """
+        self.gradients.clear()
+        reduced: dict[Tensor, Tensor] = {}
+        if self._is_last and self._group_reduce is not None:
+            self._group_reduce.wait()
+            reduced = self._group_reduce.gradients
+        if self._is_last and self._ddp is not None:
+            self._check_summed(gradients)
+        of_step = self.gradients if self._is_last else self._accumulated
+        for parameter in [p for p in self.net.parameters() if p in gradients]:
+            gradient = reduced.get(parameter, gradients[parameter])
+            if parameter in self._accumulated:
+                gradient = self._accumulated.pop(parameter).add_(gradient)
+            elif not self._is_last:
+                gradient = gradient.clone()  # DDP overwrites the gradients in its buckets
+            of_step[parameter] = gradient
+        if self._is_last:  # the last micro-batch may skip a layer
+            self.gradients |= self._accumulated
+            self._accumulated.clear()
+
+    def _check_summed(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        named = dict(self.net.named_parameters())
+        unused = [name for name, p in named.items() if p in self._wrapped and p not in gradients]
+        if unused:
             raise RuntimeError(
                 f"parameter {unused[0]} has no gradient: the loss of each batch must depend on all "
                 "parameters; set requires_grad = False for others"
             )
-        of_mode = gradients if self._mode is DdpMode.OUTSIDE else self._reduced
-        if local := [name for name, p in named.items() if p in of_mode and p not in self._summed]:
+        required = gradients if self._mode is DdpMode.OUTSIDE else self._wrapped
+        local = [name for name, p in named.items() if p in required and p not in self._summed]
+        if local:
             raise RuntimeError(
                 f"the gradient of parameter {local[0]} is not summed over the trainers, because the forward "
                 "of the distributed module did not call its layer: train with model(...), not with the "
                 "original module, nor with layers or other methods of the model"
             )
-        self.gradients.clear()
-        for parameter in [p for p in self.net.parameters() if p in gradients]:
-            gradient = reduced.get(parameter, gradients[parameter])
-            if parameter in self.accumulated:
-                gradient = self.accumulated.pop(parameter).add_(gradient)
-            elif not is_last:
-                gradient = gradient.clone()
-            (self.gradients if is_last else self.accumulated)[parameter] = gradient
-        if is_last:  # the last micro-batch may skip a layer
-            self.gradients |= self.accumulated
-            self.accumulated.clear()
-
-    def raise_of_backward(self) -> None:
-        """Repeat the local backward pass to raise its error, if this trainer holds the whole net."""
-        if self._model is not None and not self._placement.layouts:
-            self._model.raise_of_backward()
-
-    def first_not_finite(self) -> str:
-        """Return a clause that names the first non-finite tensors of the last forward pass; empty if none."""
-        is_whole = not self._placement.layouts
-        return "" if self._model is None else self._model.first_not_finite(is_whole=is_whole)
 
     def gradient_not_finite(self) -> str | None:
-        """Return the name of the last parameter with a non-finite gradient."""
+        """Return the name of the last parameter with a non-finite gradient; None if there is none.
+
+        The backward pass computes the gradients of the last layer first.
+        """
         names = [n for n, p in self.net.named_parameters() if p in self.gradients]
         bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
         return bad[-1] if bad else None
 
     def squared_norm(self) -> float:
-        """Return this trainer's summand of the squared norm of all dense gradients."""
+        """Return this trainer's summand of the squared norm of all dense gradients.
+
+        If several trainers hold a gradient, each of them counts a fraction of it.
+        """
         by_holders: dict[int, list[Tensor]] = {}
         for parameter, gradient in self.gradients.items():
-            holders = self._placement.group.size() if parameter in self._reduced else 1
+            holders = self._placement.group.size() if parameter in self._wrapped else 1
             if parameter not in self._placement.layouts:
                 holders *= self._placement.tensor_size
             by_holders.setdefault(holders, []).append(gradient)
         return sum(squared_norm(gradients) / holders for holders, gradients in by_holders.items())
-
-
-def sum_hook(model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum gradients over trainers, and over the micro-batches of the step; a communication hook of DDP.
-
-    DDP would divide by the number of trainers, which is the mean only where all batches have one size. The
-    loss of each trainer already carries the weight of its samples in the global batch, so the sum is right.
-    """
-    model._summed.update(bucket.parameters())
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in model.accumulated:
-            gradient.add_(model.accumulated.pop(parameter))
-        if model.group_reduce is not None:
-            model.group_reduce.add(parameter, gradient)
-    buffer = bucket.buffer()
-    if model.group_reduce is None:
-        span = model.clock.begin("all-reduce", num_bytes=buffer.nbytes)
-        if model.shared_reduce is not None:
-            model.shared_reduce.sum_(buffer)
-        if span is not None:
-            span.close()
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done

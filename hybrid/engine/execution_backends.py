@@ -43,8 +43,11 @@ def apply_backend(
         model: changed in place: its ``stages``, and with tensor parallelism its parameters.
         devices: the devices of this trainer; the model is on the first.
 
+    Returns:
+        Which trainers hold which parameters of the model.
+
     Raises:
-        ConfigError: the backend does not support the net.
+        ConfigError: the backend does not support the net, or ``dense.tensor_plan`` does not fit it.
     """
     assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
     dense = blueprint.config.dense
@@ -126,4 +129,5 @@ def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Den
             shard = split = TensorParallel(stage, mesh["tensor"], plan)
             layouts |= split.layouts
         setattr(model.stages, name, SharedStage(shard, mesh.get_group("tensor")))
+    model.is_whole = not layouts
     return DensePlacement(mesh.get_group("data"), dense.tensor_size, layouts)

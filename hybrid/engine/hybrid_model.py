@@ -1,4 +1,4 @@
-"""The model across processes: remote embeddings, a local dense net, and optionally a remote dense net."""
+"""The model of a configured run on one trainer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -44,20 +44,20 @@ class NetInputs(NamedTuple):
 
 
 class HybridModel(nn.Module):
-    """Remote embeddings and a local net, with an optional remote dense net between interaction and head.
+    """Embeddings on workers and a local net, with an optional net on a worker between interaction and head.
 
     ::
 
-        sparse ids ──► lookup ════ RPC ════► workers
-        dense ──► bottom ──┐                   ║
-                           ▼        pooled     ║
-                      interaction ◄════════════╝
+        sparse ids ──► lookup ═ RPC or sockets ═► workers
+        dense ──► bottom ──┐                        ║
+                           ▼         pooled         ║
+                      interaction ◄═════════════════╝
                            ▼
                       [remote net ═ RPC ═ worker]
                            ▼
                          head ──► outputs
 
-    The caller has sent the lookup. ``bottom`` runs before the vectors are awaited, so that both overlap.
+    The lookup is sent before a call. ``bottom`` runs before the vectors are awaited, so that both overlap.
 
     Args:
         net: the local net; this module has no other parameters.
@@ -68,6 +68,7 @@ class HybridModel(nn.Module):
 
     Attributes:
         stages: computes the stages of ``net``, with an execution backend over the same parameters.
+        is_whole: whether this trainer holds the whole net, and not only shards of it.
     """
 
     net: DenseNet
@@ -83,6 +84,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.net = net.to(dtype)
         self.stages = DenseNet(net.bottom, net.interaction, net.head)
+        self.is_whole = True
         self._remote_net = remote_net
         self._dtype = dtype
         self._autocast = autocast
@@ -102,7 +104,7 @@ class HybridModel(nn.Module):
                 dense_BF = to_device(micro.batch.dense_features.to(self._dtype), device)
                 bottom_BH = self.stages.bottom(dense_BF)
             with clock.phase("lookup"), clock.span("wait"):
-                assert micro.lookup is not None, "the caller sends the lookup"
+                assert micro.lookup is not None, "the lookup is sent before the call"
                 pooled_BE = to_device(micro.lookup.wait().to(self._dtype), device)
             inputs = NetInputs(dense_BF, pooled_BE.detach(), None)
             with clock.phase("dense"):
@@ -121,9 +123,13 @@ class HybridModel(nn.Module):
         self._inputs = inputs
         return outputs_BO.to(self._dtype)
 
-    def raise_of_backward(self) -> None:
-        """Repeat the last local backward pass: distributed autograd reports its error without a location."""
-        if self._inputs is None:
+    def repeat_backward(self) -> None:
+        """Repeat the last local backward pass, which has failed, to raise its error again.
+
+        Distributed autograd reports errors without the location in user code. A trainer with a shard of the
+        net does nothing, since it cannot compute alone.
+        """
+        if self._inputs is None or not self.is_whole:
             return
         pooled_BE = self._inputs.pooled_BE.requires_grad_()
         with torch.enable_grad(), self._precision(self.device):
@@ -131,14 +137,10 @@ class HybridModel(nn.Module):
         sources = [pooled_BE, *(parameter for parameter in self.net.parameters() if parameter.requires_grad)]
         torch.autograd.grad(outputs_BO.sum(), sources, allow_unused=True)
 
-    def first_not_finite(self, *, is_whole: bool) -> str:
-        """Return the first non-finite input, layer output and parameter of the last forward pass.
+    def first_not_finite(self) -> str:
+        """Return a clause about the first non-finite values of the last forward pass, or an empty string.
 
-        Args:
-            is_whole: whether this trainer holds the whole net; a shard alone cannot compute.
-
-        Returns:
-            A clause; empty if everything is finite.
+        It names an input, or else a layer and a parameter. With a shard of the net, it names no layer.
         """
         if self._inputs is None:
             return ""
@@ -156,7 +158,7 @@ class HybridModel(nn.Module):
             if isinstance(output, Tensor) and not output.isfinite().all():
                 outputs.append(f"the output of {name}")
 
-        if is_whole:
+        if self.is_whole:
             with ExitStack() as hooks, torch.no_grad(), self._precision(self.device):
                 for name, module in self.net.named_modules():
                     if name:

@@ -1,9 +1,10 @@
-"""The steps of one trainer, as configured runs and custom loops take them.
+"""The steps of one trainer.
 
-::
+The caller is ``workers/controller/remote_trainer.py`` for a configured run, and
+``hybrid/custom_loop/training_loop.py`` for the loop of a script::
 
     for each step       seed the random numbers; the feed has started the lookups in time
-      micro-batch       recording: the lookup is sent; forward pass, by the caller
+      micro-batch       recording: the lookup is sent; the caller computes the forward pass and the loss
                         backward: gradients go to the tables; those of the net are added up and reduced
       decide            all trainers agree on the factor of the gradients
                         the caller updates the net; workers update the tables
@@ -30,7 +31,7 @@ from torch.distributed import autograd as dist_autograd
 from hybrid.config import RunConfig
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
-from hybrid.engine.hybrid_model import MicroBatch
+from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.step_feed import AnySamples, Feed, StepInput
 from hybrid.engine.update_guard import Guard, GuardedModule
 from hybrid.primitives.step_timings import StepClock
@@ -59,8 +60,11 @@ class StepEngine(Generic[AnySamples]):
 
     Args:
         group: all trainers.
-        workers: the tables of each worker, which expect gradients.
-        model: the module to train, whose stages may be wrapped in place.
+        tables: sends the lookups and the gradients of tables.
+        workers: the modules with tables, by worker, which decide on updates with the trainers.
+        model: the module to train; the stages of a ``HybridModel`` may be wrapped in place.
+        placement: which trainers hold which parameters of the model.
+        devices: the devices of this trainer, whose random numbers are seeded.
         is_single_process: whether this process holds the tables, and there are no other trainers.
 
     Attributes:
@@ -95,6 +99,7 @@ class StepEngine(Generic[AnySamples]):
         if mode is not DdpMode.NONE and num_bytes and dist.get_backend(group) == "gloo":
             is_cpu, seconds = devices[0].type == "cpu", config.cluster.timeout_seconds
             shared_reduce = SharedSlots.join(placement.group, group.rank(), num_bytes, is_cpu, seconds)
+        self._hybrid_model = model if isinstance(model, HybridModel) else None
         self.model = DdpModel(model, mode, placement, clock, shared_reduce)
         hosted_tables = list(workers.values())
         guarded = hosted_tables if remote_net is None else [*hosted_tables, remote_net]
@@ -111,7 +116,7 @@ class StepEngine(Generic[AnySamples]):
     def steps(
         self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
     ) -> Iterator[StepInput[AnySamples]]:
-        """Yield the inputs of each step. The caller must complete a step before it requests the next one.
+        """Yield the inputs of each step. Call :meth:`decide` before the next step is requested.
 
         Args:
             before_step: called before each step, while no step is being taken.
@@ -151,6 +156,7 @@ class StepEngine(Generic[AnySamples]):
 
         Raises:
             NonFiniteError: the loss is not finite, and the run must then stop (``train.non_finite``).
+            RuntimeError: autograd fails, or see :meth:`DdpModel.collect`.
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
         self._micro = None
@@ -161,13 +167,15 @@ class StepEngine(Generic[AnySamples]):
                 else:
                     dist_autograd.backward(self._context_id, [loss])
             except RuntimeError:
-                self.model.raise_of_backward()
+                if self._hybrid_model is not None:
+                    self._hybrid_model.repeat_backward()
                 raise
             self.model.collect(self._gradients())
         self._recording.close()
         value = loss.item()
         self._loss += value
-        self._guard.check_loss(self.feed.step, value, self.model.first_not_finite)
+        find = None if self._hybrid_model is None else self._hybrid_model.first_not_finite
+        self._guard.check_loss(self.feed.step, value, find)
         return value
 
     def _gradients(self) -> dict[Tensor, Tensor]:
@@ -177,13 +185,18 @@ class StepEngine(Generic[AnySamples]):
         gradients: dict[Tensor, Tensor] = {}
         for parameter in self.model.net.parameters():
             if parameter.grad is not None:
-                gradients[parameter], parameter.grad = parameter.grad, None
+                gradients[parameter] = parameter.grad
+                parameter.grad = None
         return gradients
 
     def decide(self) -> float | None:
-        """End the step; return the factor of its gradients, or None to skip it."""
-        norm, find = self.model.squared_norm(), self.model.gradient_not_finite
+        """End the step; return the factor of its gradients, or None to skip it.
+
+        Raises:
+            NonFiniteError: a gradient is not finite, and the run must then stop (``train.non_finite``).
+        """
+        norm = self.model.squared_norm()
         with self._clock.span("decide"):
-            scale = self._guard.decide(self.feed.step, self._loss, norm, find)
+            scale = self._guard.decide(self.feed.step, self._loss, norm, self.model.gradient_not_finite)
         self.feed.end_step()
         return scale

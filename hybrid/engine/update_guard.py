@@ -48,6 +48,7 @@ class Guard:
 
     Args:
         hosted: all modules on workers that wait for decisions.
+        group: all trainers.
     """
 
     def __init__(self, rules: UpdateRules, hosted: Sequence[GuardedModule], group: dist.ProcessGroup) -> None:
@@ -56,14 +57,14 @@ class Guard:
         self._group = group
         self._sent: list[PendingResult[None]] = []
 
-    def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
+    def check_loss(self, step: int, loss: float, find: Callable[[], str] | None) -> None:
         """Raise NonFiniteError for a non-finite loss, if ``train.non_finite`` stops the run.
 
         Args:
-            find: returns a clause on the first non-finite tensor, or nothing.
+            find: returns a clause about the first non-finite tensor, or an empty string.
         """
         if self._rules.check_finite and not math.isfinite(loss):
-            found = find()
+            found = "" if find is None else find()
             first = f": {found}" if found else ""
             raise NonFiniteError(
                 f"step {step}: the loss of trainer {self._group.rank()} is {loss}{first}; {_REMEDY}"
@@ -77,7 +78,7 @@ class Guard:
         Args:
             loss: this trainer's summand.
             squared_norm: this trainer's summand of the squared norm of all dense gradients.
-            find: returns a parameter with a non-finite gradient, if there is one.
+            find: returns the name of a parameter with a non-finite gradient, or None.
 
         Raises:
             NonFiniteError: a gradient is not finite, and ``train.non_finite`` stops the run.

@@ -51,7 +51,7 @@ def run(
 
 def test_finite_step_gives_no_text() -> None:
     for model in (run(net()), run(net(), remote_BH=torch.ones(3, 5))):
-        assert model.first_not_finite(is_whole=True) == ""
+        assert model.first_not_finite() == ""
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,12 @@ def test_finite_step_gives_no_text() -> None:
 )
 def test_first_non_finite_value_is_named(net: DenseNet, inputs: dict[str, Tensor], place: str) -> None:
     """Inputs come before layers, and inner layers before outer ones."""
-    assert re.search(place, run(net, **inputs).first_not_finite(is_whole=True))
+    assert re.search(place, run(net, **inputs).first_not_finite())
 
 
 def test_without_the_pass_a_parameter_is_named() -> None:
-    text = run(net({"head.2.bias": math.nan})).first_not_finite(is_whole=False)
+    model = run(net({"head.2.bias": math.nan}))
+    model.is_whole = False  # as with tensor parallelism
+    text = model.first_not_finite()
     assert "output" not in text
     assert text.endswith("parameter head.2.bias")
