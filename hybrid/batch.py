@@ -77,6 +77,7 @@ class SparseFeatures(NamedTuple):
         return self.ids_L[bags] if self.offsets is None else self.ids_L[self.offsets[bags]]
 
     def samples(self, start: int, stop: int) -> SparseFeatures:
+        """Return the features of samples ``start : stop``."""
         size = self.batch_size
         if self.offsets is None:
 
@@ -112,9 +113,10 @@ class Batch(NamedTuple):
         total_groups: ``totals_T``, float64, sums over all trainers of the ranking weights
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
-        local_size: number of samples without padding, if a loader has read the batch.
+        local_size: number of samples without padding, if ``BatchLoader`` has read the batch; else 0.
         event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
             ``align_batches`` replaces it by the largest over the slices of all trainers.
+        checksum: 0, since a slice has no checksum of the global batch; see ``Ticket``.
     """
 
     dense_features: Tensor
@@ -127,11 +129,7 @@ class Batch(NamedTuple):
     total_groups: Tensor | None = None
     local_size: int = 0
     event_time: float = -math.inf
-
-    @property
-    def checksum(self) -> int:
-        """0: a slice has no checksum of the global batch; see :class:`hybrid.updates.ticket.Ticket`."""
-        return 0
+    checksum: int = 0
 
     @classmethod
     def empty(cls, num_dense: int, num_sparse: int) -> Batch:
@@ -194,10 +192,10 @@ class Batch(NamedTuple):
 def slice_bounds(
     size: int, index: int, count: int, ends_G: npt.NDArray[np.int64] | None = None
 ) -> tuple[int, int]:
-    """Cut ``size`` items into ``count`` slices of equal size, and return start and stop of slice ``index``.
+    """Return start and stop of slice ``index`` of ``size`` items, cut into ``count`` slices.
 
-    Args:
-        ends_G: the ends of groups, which are not split; see :func:`group_bounds`.
+    The sizes of slices differ by at most one, or by more if ``ends_G`` has the ends of groups. Groups are not
+    split; see :func:`group_bounds`.
     """
     small, larger = divmod(size, count)
     start = index * small + min(index, larger)
@@ -208,7 +206,7 @@ def slice_bounds(
 def padding_bounds(size: int, start: int, stop: int, least: int) -> tuple[int, int]:
     """Return the range of further samples that extends the slice ``start : stop`` to ``least`` samples.
 
-    The batch has ``size`` samples. The samples after the slice are used, or else the samples before it.
+    The range is after the slice, or before the slice if the batch of ``size`` samples ends too early.
     """
     missing = max(0, min(least, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)

@@ -75,7 +75,11 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Compute the metrics of each task; samples with equal features count with equal predictions."""
+        """Return the metrics of each task. Samples with equal features have equal predictions in them.
+
+        Args:
+            is_weighted: whether weights above 0 count; samples of weight 0 are always left out.
+        """
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
         weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))
@@ -104,12 +108,17 @@ def task_metrics(
     groups_N: Tensor | None,
     weights_N: Tensor | None = None,
 ) -> dict[str, float]:
-    """Compute all metrics of one task in float64, NaN without samples; ConfigError if a custom one fails.
+    """Return all metrics of a task by name, computed in float64; NaN without samples.
 
     Args:
+        name: the name of the task, for errors.
         outputs_N: outputs of the dense net; (N, C) for C classes. For a retrieval task, the rank of each
             sample's item among all items, from 0.
+        groups_N: the group of each sample, for ranking metrics.
         weights_N: weights above 0, not used by ranking metrics and custom metrics; None for equal weights.
+
+    Raises:
+        ConfigError: a custom metric cannot be imported, fails, or returns no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
@@ -142,6 +151,7 @@ def task_metrics(
 
 
 def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
+    """Import the custom metrics of all tasks; ConfigError if that is not possible."""
     for name, task in tasks.items():
         for metric in task.metrics:
             if ":" in metric:
@@ -149,7 +159,7 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
 
 
 def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
-    """Return the default score of a task; NaN without samples."""
+    """Return the metric :attr:`TaskSection.main_metric` of a task; NaN without samples."""
     return _common_metrics(task, outputs_N, labels_N)[task.main_metric] if len(labels_N) else float("nan")
 
 
@@ -289,6 +299,7 @@ class Ranking:
     Attributes:
         labels_N: the relevance of each sample, group by group, by descending scores.
         groups_N: index of the group of each sample.
+        group_sizes_G: samples in each group.
         ranks_N: rank of each sample within its group, from 0.
         ties_N: index of the tie of each sample.
         tie_sizes_R, tie_labels_R: samples in each tie, and the mean of their labels.

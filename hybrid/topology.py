@@ -64,7 +64,7 @@ class Topology:
         return (MASTER, *self.trainers, *self.workers)
 
     def partners(self, role: Role) -> tuple[Role, ...]:
-        """Return the roles that ``role`` calls. Trainers do not call each other; nor do workers."""
+        """Return the roles that ``role`` calls by RPC. Trainers do not call each other; nor do workers."""
         partners = {
             RoleKind.MASTER: self.roles,
             RoleKind.TRAINER: (MASTER, *self.workers),

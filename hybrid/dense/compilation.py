@@ -51,7 +51,10 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
 
 @contextmanager
 def restore_afterwards(module: nn.Module, example: Sequence[Tensor]) -> Iterator[None]:
-    """Restore buffers and modes of ``module``, and torch's generators, at the end of the block."""
+    """Restore buffers and modes of ``module``, and torch's generators, at the end of the block.
+
+    Generators are those of the CPU and of the GPUs of ``example``.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     modes = [(each, each.training) for each in module.modules()]
     try:

@@ -62,7 +62,7 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
         place.
 
     Raises:
-        ValueError: the tensors have different numbers of chunks.
+        ValueError: the tensors have different numbers of chunks, or this machine does not have a device.
     """
     targets = [resolve_device(device) for device in devices]
     tensors = list(_tensors(inputs))
@@ -94,7 +94,9 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
         outputs: one per device, of the same structure.
 
     Raises:
-        ValueError: dicts differ in their number of keys, or sequences in their length.
+        ValueError: dicts differ in their number of keys, sequences differ in their length, or this machine
+            does not have the device.
+        KeyError: dicts have different keys.
         TypeError: something is neither a tensor, nor None, nor a container of them.
     """
     first = outputs[0]
@@ -150,7 +152,7 @@ def parallel_apply(
             or without tensors the current CUDA device, or the CPU.
 
     Raises:
-        ValueError: the sequences differ in length.
+        ValueError: the sequences differ in length, or this machine does not have a device.
         Exception: the exception of the first failing module, with its traceback in the message, after all
             calls have ended; a RuntimeError if its type cannot be constructed from a message.
     """
@@ -223,6 +225,7 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
 
     Raises:
         RuntimeError: a parameter has no shape yet, or :func:`shadow` does not support the module.
+        ValueError: this machine does not have a device.
     """
     tensors = list(chain(module.parameters(), module.buffers()))
     if any(is_lazy(tensor) for tensor in tensors):
@@ -362,6 +365,7 @@ class DataParallel(nn.Module):
 
         Raises:
             RuntimeError: a parameter or buffer is not on ``devices[0]``.
+            Exception: see :func:`scatter`, :func:`parallel_apply`, :func:`replicate` and :func:`gather`.
         """
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.devices[0]:

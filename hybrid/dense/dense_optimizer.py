@@ -44,6 +44,7 @@ def make_optimizer(
     Args:
         options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
         sections: the sections [dense_groups.NAME] of parameters with their own learning rate or options.
+        is_remote: whether sections name the parameters of ``net`` with the prefix "remote.".
 
     Raises:
         ConfigError: there is no such class, it cannot train these parameters, or it refuses an option; a
@@ -156,7 +157,10 @@ class DenseOptimizer:
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(self, step: int, gradients: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
-        """Take step ``step`` with ``gradients`` times ``scale``; parameters without a gradient stay."""
+        """Update the parameters by ``gradients`` times ``scale``, at the learning rates of a step.
+
+        Parameters without a gradient stay.
+        """
         factor = self._schedule.factor(step)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor

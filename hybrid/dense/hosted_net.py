@@ -61,6 +61,9 @@ class HostedNet(HostedModule):
 
         Args:
             has_state: whether the checkpoint has the state of the same optimizer.
+
+        Raises:
+            CheckpointError: the checkpoint is of another net.
         """
         self.barrier.drain()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))

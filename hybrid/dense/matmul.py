@@ -79,6 +79,7 @@ def use_torch(net: nn.Module) -> None:
 
 
 def multiply_by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``input @ weight.T + bias``."""
     # A private operator of torch; tests/unit/dense/test_matmul.py checks its behavior.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product

@@ -44,18 +44,19 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     are faster.
 
     Args:
-        widths: input width of each sparse feature, with extra columns. Built-in nets other than
+        widths: input width of each sparse feature, with :func:`extra_columns`. Built-in nets other than
             ``HISTORY_NETS`` take each vector of a sequence as a separate feature.
 
     Raises:
         ConfigError: the widths do not fit the net, or the custom net fails.
     """
+    name = config.dense.net_call.name
     with _seeded(config.run.seed, "dense net"):
-        if config.dense.net_call.name in HISTORY_NETS:
+        if name in HISTORY_NETS:
             net = _history_net(config, input_spec, widths)
-        elif config.dense.net_call.name == "two_towers":
+        elif name == "two_towers":
             net = _two_towers(config, input_spec, widths)
-        elif config.dense.net_call.name in NETS:
+        elif name in NETS:
             layout = ColumnLayout(config, input_spec, widths)
             net = _built_in_net(config, len(input_spec.dense_features), layout.widths)
             net.interaction = layout.without_lengths(net.interaction)

@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
     is_local: ClassVar[bool] = False
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Accept the shapes of 1 to 3 dimensions."""
+        """Accept the inputs of ``BatchNorm1d``, ``2d`` and ``3d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return normalized values, of the shape (samples, channels, ...) of ``input``.
@@ -93,10 +93,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.ProcessGroup) -> str | None:
-    """Let the batch normalizations of ``net`` use the samples of all trainers, where the trainers share them.
+    """Let the batch normalizations that DDP keeps equal on all trainers use the samples of all trainers.
 
     Args:
-        net: whose layers change their class.
+        net: its batch normalizations may become :class:`SyncBatchNorm`.
         group: all trainers.
 
     Returns:

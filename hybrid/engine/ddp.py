@@ -241,7 +241,7 @@ class DdpModel:
             self._shared_reduce = None
         if self._shared_reduce is None and group.size() > 1:
             self._group_reduce = GroupReduce(parameters, group, self._clock)
-        ddp.register_comm_hook(None, self._sum_bucket)
+        ddp.register_comm_hook(None, self.sum_bucket)
         ddp.require_backward_grad_sync = self._is_last
         self._wrapped = set(parameters)
         return ddp
@@ -253,12 +253,10 @@ class DdpModel:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
-    def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum gradients over trainers, and over the micro-batches of the step; a communication hook of DDP.
 
-        DDP would divide by the number of trainers, which is the mean only where all batches have one size.
-        The loss of each trainer already carries the weight of its samples in the global batch, so the sum is
-        right.
+        DDP would take the mean over trainers. The loss of a trainer already has the weight of its samples.
         """
         self._summed.update(bucket.parameters())
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -291,22 +289,7 @@ class DdpModel:
         if self._is_last and self._group_reduce is not None:
             self._group_reduce.wait()
             reduced = self._group_reduce.gradients
-        if self._is_last and self._ddp is not None:
-            self._check_summed(gradients)
-        of_step = self.gradients if self._is_last else self._accumulated
-        for parameter in [p for p in self.net.parameters() if p in gradients]:
-            gradient = reduced.get(parameter, gradients[parameter])
-            if parameter in self._accumulated:
-                gradient = self._accumulated.pop(parameter).add_(gradient)
-            elif not self._is_last:
-                gradient = gradient.clone()  # DDP overwrites the gradients in its buckets
-            of_step[parameter] = gradient
-        if self._is_last:  # the last micro-batch may skip a layer
-            self.gradients |= self._accumulated
-            self._accumulated.clear()
-
-    def _check_summed(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        named = dict(self.net.named_parameters())
+        named = dict(self.net.named_parameters()) if self._is_last and self._ddp is not None else {}
         unused = [name for name, p in named.items() if p in self._wrapped and p not in gradients]
         if unused:
             raise RuntimeError(
@@ -321,12 +304,20 @@ class DdpModel:
                 "of the distributed module did not call its layer: train with model(...), not with the "
                 "original module, nor with layers or other methods of the model"
             )
+        of_step = self.gradients if self._is_last else self._accumulated
+        for parameter in [p for p in self.net.parameters() if p in gradients]:
+            gradient = reduced.get(parameter, gradients[parameter])
+            if parameter in self._accumulated:
+                gradient = self._accumulated.pop(parameter).add_(gradient)
+            elif not self._is_last:
+                gradient = gradient.clone()  # DDP overwrites the gradients in its buckets
+            of_step[parameter] = gradient
+        if self._is_last:  # the last micro-batch may skip a layer
+            self.gradients |= self._accumulated
+            self._accumulated.clear()
 
     def gradient_not_finite(self) -> str | None:
-        """Return the name of the last parameter with a non-finite gradient; None if there is none.
-
-        The backward pass computes the gradients of the last layer first.
-        """
+        """Return the name of the last parameter with a non-finite gradient; None if there is none."""
         names = [n for n, p in self.net.named_parameters() if p in self.gradients]
         bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
         return bad[-1] if bad else None
@@ -334,7 +325,7 @@ class DdpModel:
     def squared_norm(self) -> float:
         """Return this trainer's summand of the squared norm of all dense gradients.
 
-        If several trainers hold a gradient, each of them counts a fraction of it.
+        It counts a fraction of each gradient that other trainers hold, too.
         """
         by_holders: dict[int, list[Tensor]] = {}
         for parameter, gradient in self.gradients.items():

@@ -50,7 +50,7 @@ class Objective:
 
         Args:
             outputs_BO: outputs of the dense net, (B,) for one output.
-            batch: the samples; labels and weights may be of another device and precision.
+            batch: the samples; labels and weights may be on another device, and of another type.
         """
         if not len(batch.labels):
             return outputs_BO.sum()

@@ -29,8 +29,8 @@ def table_specs(config: RunConfig, input_spec: InputSpec) -> tuple[TableSpec, ..
 
     Raises:
         ConfigError: a [tables.NAME] section has no feature, two sections list one feature, a section has the
-            name of a feature that it does not list, or a feature with one id per sample is a sequence; or see
-            :func:`table_growth`.
+            name of a feature that it does not list, a feature with one id per sample is a sequence, weighted
+            ids have the pooling "max", or a key or feature contradicts the growth of a table.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)
@@ -115,8 +115,8 @@ def place_configured_tables(
     Args:
         ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
     """
-    load = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
-    return place(tables, config.cluster.workers, *load)
+    samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
+    return place(tables, config.cluster.workers, ids_per_sample, samples, wire_bytes)
 
 
 def samples_of_lookup(config: RunConfig) -> float:
@@ -125,7 +125,7 @@ def samples_of_lookup(config: RunConfig) -> float:
 
 
 def wire_bytes_per_value(config: RunConfig) -> int | None:
-    """Return the bytes of a sent value in training; None if nothing is rounded."""
+    """Return the bytes of each value that is sent in training; None if values are not rounded for this."""
     return 2 if config.embedding.wire_dtype == "bfloat16" else None
 
 
@@ -159,13 +159,13 @@ class Blueprint:
         return build_dense_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def remote_net(self) -> nn.Sequential | None:
-        """Build the remote net, if there is one."""
+        """Build the net of ``dense.remote_mlp``; None without this key."""
         if not self.config.dense.remote_mlp:
             return None
         return build_remote_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def model(self, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
-        """Return the model of ``net``, with the configured precision."""
+        """Return the trainer's model: ``net`` between lookups and ``remote_net``, in ``train.dtype``."""
         config, name = self.config, self.config.dense.autocast
         autocast = None if name == "none" else getattr(torch, name)
         return HybridModel(net, remote_net, self.dtype, autocast, config.num_outputs)

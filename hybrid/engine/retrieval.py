@@ -57,6 +57,10 @@ class RetrievalLoss:
 class ItemRanking:
     """The ranks of items among all items.
 
+    Attributes:
+        feature: index of the item column among the sparse features.
+        num_items: number of items.
+
     Raises:
         ConfigError: the item column has keys of a growing table, or several ids per sample.
     """
@@ -97,7 +101,7 @@ class ItemRanking:
             yield Batch(torch.zeros(len(ids_C), num_dense), sparse, torch.zeros(len(ids_C)), len(ids_C))
 
     def ranks_by(self, outputs_of: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Return a function that returns the ranks of a batch (:meth:`ranks`), by the outputs of a net."""
+        """Return a function from a batch to its ranks; ``outputs_of`` returns the outputs of the net."""
         items_ID = self.item_vectors(outputs_of)
         return lambda batch: self.ranks(outputs_of(batch), batch, items_ID)
 

@@ -35,6 +35,7 @@ def align_batches(
         batch = next(remaining, None)
         times = [0.0] * group.size()  # the sum over all trainers has the time of each
         times[group.rank()] = -math.inf if batch is None else batch.event_time
+        # The number of trainers with a batch, of samples, the weights by task, and the times.
         step_totals = torch.tensor([*_sums(batch, num_tasks), *times], dtype=torch.float64)
         if group.size() > 1:
             dist.all_reduce(step_totals, group=group)
@@ -69,7 +70,7 @@ def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all trainers in rank order; all trainers must call it.
 
     Args:
-        values: the local tensor of the CPU, (n, ...); n may differ between trainers, and may be 0.
+        values: the local tensor, (n, ...), on the CPU; n may differ between trainers, and may be 0.
     """
     local = torch.tensor([len(values)])
     counts = [torch.empty_like(local) for _ in range(group.size())]
@@ -91,10 +92,10 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All trainers run the same graph in the same order.
+    """Gathers slices; the backward pass sums the gradients of all trainers.
 
-    So the all-reduce of this backward pass has the same position among the all-reduces of DDP on every
-    trainer.
+    All trainers run the same graph in the same order, so this all-reduce has the same position among those of
+    DDP on every trainer.
     """
 
     @staticmethod

@@ -21,6 +21,7 @@ class ReferenceKeys:
     Attributes:
         row_of: the number of the row of each key with a row. Numbers ascend; they are not used again.
         seen: for each known key, the number of steps that have read it, and the last of them.
+        steps_before: number of steps of earlier runs, whose reads are in ``seen``.
     """
 
     def __init__(self, growth: Growth) -> None:
@@ -28,7 +29,7 @@ class ReferenceKeys:
         self.seen: dict[int, tuple[int, int]] = {}
         self._growth = growth
         self._limit = growth.max_rows // _BUCKETS
-        self.steps_before = 0  # number of steps of earlier runs; ``seen`` includes them
+        self.steps_before = 0
         self._next_row = 0
 
     def load(
@@ -61,7 +62,7 @@ class ReferenceKeys:
         return admitted
 
     def sweep(self, step: int) -> None:
-        """Remove keys that are no longer read from the buckets of this step."""
+        """Remove keys that are no longer read. Each step does so in a few of the buckets, in turn."""
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return

@@ -12,9 +12,10 @@ from hybrid.user_code.user_modules import load_function
 
 
 class ReferenceLoss:
-    """The loss of a run whose tasks are in the order of labels and outputs.
+    """The loss of a run.
 
     Args:
+        tasks: the tasks, in the order of labels and outputs.
         features: the names of the sparse features of a batch, in their order; for a retrieval task.
         item_counts: for a retrieval task, the number of training samples with each item id.
     """
@@ -35,9 +36,10 @@ class ReferenceLoss:
         }
 
     def contributions(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
-        """Return each trainer's contributions to the loss, then the contributions of ranking losses.
+        """Return the terms of the loss of a step: one of each trainer, then one of each ranking loss.
 
         Ranking losses are computed over the whole batch, since a group may have samples of several trainers.
+        A retrieval task has a single term.
 
         Args:
             outputs: the outputs for each trainer's samples, (samples, outputs).
@@ -75,17 +77,15 @@ class ReferenceLoss:
 
     def _loss(self, t: int, outputs_BO: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
         task = self._tasks[t]
-        if task.kind == "classes":
-            if t in self._custom:
-                return _reduced(self._custom[t](outputs_BO, labels_B.long()), reduction)
-            smoothing = task.loss_call["label_smoothing"]
-            return F.cross_entropy(
-                outputs_BO, labels_B.long(), reduction=reduction, label_smoothing=smoothing
-            )
-        outputs_B = outputs_BO.squeeze(1)
+        is_classes = task.kind == "classes"
+        outputs_B = outputs_BO if is_classes else outputs_BO.squeeze(1)
+        labels_B = labels_B.long() if is_classes else labels_B
         if t in self._custom:
             return _reduced(self._custom[t](outputs_B, labels_B), reduction)
         match task.loss_call.name:
+            case "softmax":
+                smoothing = task.loss_call["label_smoothing"]
+                return F.cross_entropy(outputs_B, labels_B, reduction=reduction, label_smoothing=smoothing)
             case "log_loss":
                 smoothed_B = labels_B + task.loss_call["label_smoothing"] * (0.5 - labels_B)
                 weight = task.loss_call["pos_weight"]

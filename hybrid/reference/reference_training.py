@@ -47,7 +47,8 @@ class Reference:
         net: the initial dense net of every trainer; copied.
         remote_net: the net between interaction and head, or None; copied.
         total_steps: steps of the run, on which the schedule may depend.
-        initial_rows: function that returns the initial rows of keys of a growing table, (keys, D).
+        initial_rows: function that returns the initial rows of keys of a growing table, (keys, D); may be
+            None if no table grows.
         item_counts: for a retrieval task, the number of training samples with each item id.
 
     Attributes:
@@ -146,6 +147,7 @@ class Reference:
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer's state for each parameter of one of the nets, by the parameter's name."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
     def _row_dtype(self, table: TableSpec) -> torch.dtype:
