@@ -385,7 +385,7 @@ def _mean_ratio(values_G: Floats, totals_G: Floats) -> float:
     return _average(values_G[is_positive_G] / totals_G[is_positive_G], np.ones(int(is_positive_G.sum())))
 
 
-def _average(values_G: Floats, weights_G: npt.NDArray[np.float64] | Integers) -> float:
+def _average(values_G: Floats, weights_G: Floats | Integers) -> float:
     return float(np.average(values_G, weights=weights_G)) if len(values_G) else float("nan")
 
 

@@ -157,10 +157,7 @@ class DenseOptimizer:
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(self, step: int, gradients: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
-        """Update the parameters by ``gradients`` times ``scale``, at the learning rates of a step.
-
-        Parameters without a gradient stay.
-        """
+        """Update the parameters that have gradients by these times ``scale``, at the rates of a step."""
         factor = self._schedule.factor(step)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor

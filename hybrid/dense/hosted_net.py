@@ -57,13 +57,10 @@ class HostedNet(HostedModule):
         return output
 
     def load(self, folder: StoragePath, step: int, has_state: bool = True) -> None:
-        """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps.
+        """Load the net and its optimizer, and continue after ``step`` steps; CheckpointError for another net.
 
         Args:
             has_state: whether the checkpoint has the state of the same optimizer.
-
-        Raises:
-            CheckpointError: the checkpoint is of another net.
         """
         self.barrier.drain()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))

@@ -7,7 +7,8 @@ that. So two custom operators compute the products of a layer. With B samples, F
     gradient of x       grad_BH @ weight_HF            hybrid::linear
     gradient of weight  grad_BH.T @ x_BF               hybrid::weight_gradient
 
-``torch.compile`` captures operators, but no Python functions.
+``torch.compile`` captures operators, but no Python functions. A compiled net computes small products by these
+operators, too, since its number of samples is not known when it is compiled.
 
 A ReLU is not fused into the product: oneDNN's would turn NaN into 0, and hide a non-finite loss.
 """
@@ -38,12 +39,11 @@ class Linear(nn.Linear):
         """Compute what ``nn.Linear`` computes."""
         if input.device.type != "cpu" or input.dim() < 2:
             return F.linear(input, self.weight, self.bias)
-        if input.dim() == 2:
-            output_BH: Tensor = torch.ops.hybrid.linear(input, self.weight, self.bias)
-            return output_BH
-        rows_NH: Tensor = torch.ops.hybrid.linear(input.flatten(0, -2), self.weight, self.bias)
-        output: Tensor = rows_NH.unflatten(0, input.shape[:-1])
-        return output
+        if not torch.compiler.is_compiling() and not _takes_onednn(input, self.weight):
+            return F.linear(input, self.weight, self.bias)
+        rows_NF = input if input.dim() == 2 else input.flatten(0, -2)
+        rows_NH: Tensor = torch.ops.hybrid.linear(rows_NF, self.weight, self.bias)
+        return rows_NH if input.dim() == 2 else rows_NH.unflatten(0, input.shape[:-1])
 
 
 @cache
@@ -89,8 +89,8 @@ def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN computes a product; the answer is the same for the three products of a layer."""
     return (
         input.dtype == weight.dtype == torch.float32
-        and input.size(1) == weight.size(1)  # otherwise torch raises an error
-        and input.size(0) > 1
+        and input.size(-1) == weight.size(1)  # otherwise torch raises an error
+        and input.numel() > input.size(-1)  # more than one row
         and input.numel() * weight.size(0) >= _FEWEST
         and not torch.is_autocast_enabled("cpu")  # torch's bfloat16 products are oneDNN's
     )
@@ -113,39 +113,24 @@ def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
     return total_HF
 
 
-@torch.library.impl(_library, "linear", "AutogradCPU")
-def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operator under autograd; small products have torch's derivative."""
-    if not _takes_onednn(input, weight):
-        return F.linear(input, weight, bias)
-    output_BH: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
-    return output_BH
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
 
 
-class _Linear(torch.autograd.Function):
-    """The operator with its derivative; a second derivative takes torch's own products."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        with torch._C._AutoDispatchBelowAutograd():
-            output_BH: Tensor = torch.ops.hybrid.linear(input, weight, bias)
-        return output_BH
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_BH,) = grads
-        x_BF, weight_HF = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            input_grad = grad_BH @ weight_HF if needs_input else None
-            weight_grad = grad_BH.t() @ x_BF if needs_weight else None
-        else:
-            input_grad = torch.ops.hybrid.linear(grad_BH, weight_HF.t(), None) if needs_input else None
-            weight_grad = torch.ops.hybrid.weight_gradient(grad_BH, x_BF) if needs_weight else None
-        return input_grad, weight_grad, grad_BH.sum(0) if needs_bias else None
+def _gradients(ctx: Any, grad_BH: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the inputs; a second derivative takes torch's own products."""
+    x_BF, weight_HF = ctx.saved_tensors
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        input_grad = grad_BH @ weight_HF if needs_input else None
+        weight_grad = grad_BH.t() @ x_BF if needs_weight else None
+    else:
+        input_grad = torch.ops.hybrid.linear(grad_BH, weight_HF.t(), None) if needs_input else None
+        weight_grad = torch.ops.hybrid.weight_gradient(grad_BH, x_BF) if needs_weight else None
+    return input_grad, weight_grad, grad_BH.sum(0) if needs_bias else None
 
 
+torch.library.register_autograd("hybrid::linear", _gradients, setup_context=_save, lib=_library)
 # The shapes of the results, for torch.compile.
 torch.library.register_fake(
     "hybrid::linear",

@@ -37,14 +37,13 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def apply_backend(
     model: HybridModel, blueprint: Blueprint, devices: Sequence[torch.device]
 ) -> DensePlacement:
-    """Give a model's stages the backend of the configuration; all trainers must call it.
+    """Give a model's stages the backend of the configuration; return where its parameters then are.
+
+    All trainers must call it.
 
     Args:
         model: changed in place: its ``stages``, and with tensor parallelism its parameters.
         devices: the devices of this trainer; the model is on the first.
-
-    Returns:
-        Which trainers hold which parameters of the model.
 
     Raises:
         ConfigError: the backend does not support the net, or ``dense.tensor_plan`` does not fit it.

@@ -55,11 +55,7 @@ class RetrievalLoss:
 
 
 class ItemRanking:
-    """The ranks of items among all items.
-
-    Attributes:
-        feature: index of the item column among the sparse features.
-        num_items: number of items.
+    """The ranks of items among all items; ``feature`` is the index of the item column.
 
     Raises:
         ConfigError: the item column has keys of a growing table, or several ids per sample.

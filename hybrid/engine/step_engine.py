@@ -63,8 +63,6 @@ class StepEngine(Generic[AnySamples]):
         tables: sends the lookups and the gradients of tables.
         workers: the modules with tables, by worker, which decide on updates with the trainers.
         model: the module to train; the stages of a ``HybridModel`` may be wrapped in place.
-        placement: which trainers hold which parameters of the model.
-        devices: the devices of this trainer, whose random numbers are seeded.
         is_single_process: whether this process holds the tables, and there are no other trainers.
 
     Attributes:
@@ -190,11 +188,7 @@ class StepEngine(Generic[AnySamples]):
         return gradients
 
     def decide(self) -> float | None:
-        """End the step; return the factor of its gradients, or None to skip it.
-
-        Raises:
-            NonFiniteError: a gradient is not finite, and the run must then stop (``train.non_finite``).
-        """
+        """End the step; return the factor of its gradients, or None to skip it; see :meth:`Guard.decide`."""
         norm = self.model.squared_norm()
         with self._clock.span("decide"):
             scale = self._guard.decide(self.feed.step, self._loss, norm, self.model.gradient_not_finite)

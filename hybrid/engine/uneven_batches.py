@@ -33,37 +33,27 @@ def align_batches(
     remaining = iter(batches)
     while True:
         batch = next(remaining, None)
-        times = [0.0] * group.size()  # the sum over all trainers has the time of each
-        times[group.rank()] = -math.inf if batch is None else batch.event_time
-        # The number of trainers with a batch, of samples, the weights by task, and the times.
-        step_totals = torch.tensor([*_sums(batch, num_tasks), *times], dtype=torch.float64)
+        # The number of trainers with a batch, the number of samples, the weights by task, and the event time
+        # of each trainer, which is 0 on all others.
+        totals = torch.zeros(2 + num_tasks + group.size(), dtype=torch.float64)
+        weights_T, times = totals[2 : 2 + num_tasks], totals[2 + num_tasks :]
+        times[group.rank()] = -math.inf
+        if batch is not None:
+            totals[0] = 1
+            totals[1] = size = len(batch.labels)
+            weights = batch.weights
+            weights_T[:] = size if weights is None else by_task(weights, num_tasks).double().sum(0)
+            times[group.rank()] = batch.event_time
         if group.size() > 1:
-            dist.all_reduce(step_totals, group=group)
-        if not step_totals[0]:
+            dist.all_reduce(totals, group=group)
+        if not totals[0]:
             return
-        event_time = max(step_totals[2 + num_tasks :].tolist())
-        yield _with_totals(batch, empty, step_totals[: 2 + num_tasks])._replace(event_time=event_time)
+        local, global_size, event_time = batch or empty, int(totals[1]), times.max().item()
+        if local.weights is None and not bool((weights_T == global_size).all()):
+            local = local._replace(weights=torch.ones_like(local.labels))  # another trainer has weights
+        yield local._replace(global_size=global_size, total_weights=weights_T, event_time=event_time)
         if event_time >= until:
             return
-
-
-def _sums(batch: Batch | None, num_tasks: int) -> list[float]:
-    """Return the summands of the totals: 1 for a trainer with a batch, samples, and weights by task."""
-    if batch is None:
-        return [0.0] * (2 + num_tasks)
-    size = float(len(batch.labels))
-    if batch.weights is None:
-        return [1.0, size] + [size] * num_tasks
-    return [1.0, size, *by_task(batch.weights, num_tasks).double().sum(0).tolist()]
-
-
-def _with_totals(batch: Batch | None, empty: Batch, step_totals: Tensor) -> Batch:
-    """Return the local batch with the totals of its step, and with weights if any trainer has weights."""
-    global_size, totals_T = int(step_totals[1]), step_totals[2:]
-    local = batch or empty
-    if local.weights is None and not bool((totals_T == global_size).all()):
-        local = local._replace(weights=torch.ones_like(local.labels))
-    return local._replace(global_size=global_size, total_weights=totals_T)
 
 
 def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -72,11 +62,9 @@ def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     Args:
         values: the local tensor, (n, ...), on the CPU; n may differ between trainers, and may be 0.
     """
-    local = torch.tensor([len(values)])
-    counts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(counts, local, group=group)
-    sizes = [int(each) for each in counts]
-    return list(gather_rows(values, sizes, group).split(sizes))
+    sizes = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_gather_single(sizes, torch.tensor([len(values)]), group=group)
+    return list(gather_rows(values, sizes.tolist(), group).split(sizes.tolist()))
 
 
 def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -76,11 +76,7 @@ class HSTU(nn.Module):
         self.bucket_widths = [*(width for width in powers if width < longest), longest]
 
     def forward(self, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
-        """Return ``queries_BTD``; the score of an item is the dot product of its vector and a query.
-
-        Args:
-            history_BTD: the oldest item first.
-            is_item_BT: False for padding. No item attends to padding; queries at padding are meaningless.
+        """Return ``queries_BTD``; see :meth:`hybrid.models.self_attention.SelfAttention.forward`.
 
         Raises:
             ValueError: the last item of a history is not within its first ``longest`` positions.

@@ -2,5 +2,5 @@
 
 ``hybrid compare`` and tests/comparison compare the reference with a cluster. The reference follows the
 definitions and shares no arithmetic with other packages. ``reference_training`` trains, ``reference_losses``
-computes losses, and ``reference_rows`` updates tables.
+computes losses, ``reference_rows`` updates tables, and ``reference_keys`` lets tables grow.
 """

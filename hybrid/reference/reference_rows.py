@@ -1,21 +1,26 @@
-"""Row optimizers of the reference.
+"""Row optimizers of the reference, and rounding of rows to bfloat16.
 
-This module shares no code with ``row_optimizers.py``, which documents the equations. Optimizers of
-torch.optim update the rows of a step as if each row had a separate optimizer, or all rows with ``all_rows``.
-Row-wise Adagrad and FTRL are written here, since torch does not have them.
+This module shares no code with ``row_optimizers.py``, which documents the equations, and with ``kernels.py``.
+Optimizers of torch.optim update the rows of a step as if each row had a separate optimizer, or all rows with
+``all_rows``. Row-wise Adagrad and FTRL are written here, since torch does not have them.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import OptimizerSpec
+from hybrid.primitives.splitmix64 import next_of
 
 State = dict[str, Tensor]
 
 # A rate below this value would not change rows, and the inverse of the rate may overflow float32.
 _SMALLEST_FTRL_RATE = 1e-20
+_SPLITMIX_STEP = 0x9E3779B97F4A7C15  # from one state of SplitMix64 to the next
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 # Names of optimizer state with the names in torch: a number per value, or a number per row.
 _STATE_OF_VALUES = {
@@ -118,3 +123,29 @@ def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, r
     n_UD += grad_UD.square()
     solution_UD = -(z_UD - z_UD.sign() * l1) / ((spec.ftrl_beta + n_UD.sqrt()) / rate + l2)
     rows_UD.copy_(torch.where(z_UD.abs() <= l1, 0.0, solution_UD))
+
+
+def round_stochastically(rows_UD: Tensor, numbers_U: Tensor, seed: int, step: int, table: str) -> Tensor:
+    """Return rows in bfloat16, each value rounded up or down at random.
+
+    The position of a value between its neighbors in bfloat16 is compared with a random number of SplitMix64.
+
+    Args:
+        numbers_U: number of each row in its table; for a growing table, its key, as int64.
+    """
+    single_UD = rows_UD.float()
+    lower_UD = (single_UD.view(torch.int32) & ~0xFFFF).view(torch.float32)  # the neighbor closer to zero
+    upper_UD = (lower_UD.view(torch.int32) + 0x10000).view(torch.float32)
+    position_UD = (single_UD.double() - lower_UD) / (upper_UD.double() - lower_UD)
+    is_raised_UD = position_UD * 2**16 + _random(rows_UD.shape[1], numbers_U, seed, step, table) >= 2**16
+    rounded_UD = torch.where(is_raised_UD, upper_UD, lower_UD).clamp(-_LARGEST, _LARGEST)
+    return torch.where(single_UD.isfinite(), rounded_UD, single_UD).to(torch.bfloat16)
+
+
+def _random(dim: int, numbers_U: Tensor, seed: int, step: int, table: str) -> Tensor:
+    """Return random numbers of 16 bits (U, D): the bits of a sequence of 64-bit numbers for each row."""
+    salt_1 = next_of(np.array([random_salt(seed, table)], np.uint64) + np.uint64(step))
+    state_U1 = next_of(salt_1 + numbers_U.numpy().astype(np.uint64))[:, None]
+    index_N = np.arange(-(-dim // 4), dtype=np.uint64)
+    words_UN = next_of(state_U1 + index_N * np.uint64(_SPLITMIX_STEP))
+    return torch.from_numpy(words_UN.astype("<u8").view("<u2")[:, :dim].astype(np.float64))

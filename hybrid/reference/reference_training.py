@@ -30,8 +30,7 @@ from hybrid.models.dense_net import DenseNet
 from hybrid.models.layers import pad_histories
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_losses import ReferenceLoss
-from hybrid.reference.reference_rounding import round_stochastically
-from hybrid.reference.reference_rows import initial_state, update_rows
+from hybrid.reference.reference_rows import initial_state, round_stochastically, update_rows
 
 
 class _StepRows(NamedTuple):

@@ -20,8 +20,7 @@ from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.reference.reference_rounding import round_stochastically
-from hybrid.reference.reference_rows import initial_state, update_rows
+from hybrid.reference.reference_rows import initial_state, round_stochastically, update_rows
 from hybrid.updates.ticket import Purpose, Ticket
 
 BFLOAT16, SEED, DIM = torch.bfloat16, 7, 6
