@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 _CUTOFF = 0.65  # similarity of names, from 0 to 1
 _MAX_MESSAGE_CHARACTERS = 4000
+_PREFIX = "raised by the called function: "
 
 
 class HybridError(Exception):
@@ -94,6 +95,21 @@ def error_class(name: str) -> type[Exception]:
     """Return the class of this module with this name; Exception if there is none."""
     cls = globals().get(name)
     return cls if isinstance(cls, type) and issubclass(cls, HybridError) else Exception
+
+
+def describe_exception(error: Exception) -> str:
+    """Return the text that reports an exception of a call to the caller in another process.
+
+    RPC keeps only the text of an exception, and adds text of torch. :func:`parse_exception` finds this text.
+    """
+    return f"{_PREFIX}{error_kind(error)}: {error}"
+
+
+def parse_exception(text: str) -> tuple[str, str] | None:
+    """Return class name and message of the innermost exception that is described in a text, or None."""
+    _, prefix, rest = text.rpartition(_PREFIX)
+    kind, _, message = rest.partition(":")
+    return (kind, message.removeprefix(" ")) if prefix else None
 
 
 def shorten(text: str) -> str:

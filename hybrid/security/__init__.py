@@ -17,8 +17,8 @@ Two mechanisms cover the two transports:
   tensors. Nothing is unpickled before its signature is verified. Torch's own messages bypass the pickler, so
   ``closed_listeners`` closes the ports on which torch listens.
 - Sockets (rendezvous, lookups, gradients): ``secret.DirectionCipher`` encrypts each direction after a
-  handshake. A message contains numbers, text and tensors; ``rejected_messages.PlainUnpickler`` rejects
+  handshake. A message contains numbers, text and tensors; ``rejections.PlainUnpickler`` rejects
   classes and functions.
 
-A rejected message is counted, logged and not loaded (``rejected_messages``).
+A rejected message is counted, logged and not loaded (``rejections``).
 """

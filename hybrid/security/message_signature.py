@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 from torch import Tensor
 
-from hybrid.security.rejected_messages import RejectedMessage
+from hybrid.security.rejections import RejectionError
 from hybrid.security.secret import TAG_BYTES, Secret
 
 _ID_BYTES = 16
@@ -122,10 +122,10 @@ class Signatures:
         return b"".join((start, number, sealed, context.tag))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
-        """Return kind, sender and pickle of a payload; RejectedMessage if it is forged or replayed."""
+        """Return kind, sender and pickle of a payload; RejectionError if it is forged or replayed."""
         # Senders sign contiguous tensors only. Other tensors must not be read as one range of memory.
         if not all(map(is_contiguous, tensors)):
-            raise RejectedMessage(UNSIGNED)
+            raise RejectionError(UNSIGNED)
         start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
         try:
             kind = PayloadKind(start[_ID_BYTES])
@@ -139,10 +139,10 @@ class Signatures:
             pickled = context.update(payload[_HEADER_BYTES:-TAG_BYTES]) + context.finalize()
         # The library raises ValueError if bytes are missing.
         except (InvalidTag, ValueError, IndexError) as error:
-            raise RejectedMessage(UNSIGNED) from error
+            raise RejectionError(UNSIGNED) from error
         _, window = self._receiving.setdefault(start, known)
         if not window.accept(int.from_bytes(number, "little")):
-            raise RejectedMessage("it was received before")
+            raise RejectionError("it was received before")
         return kind, start[:_ID_BYTES], pickled
 
     def _key(self, start: bytes, receiver: bytes) -> AES256:

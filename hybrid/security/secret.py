@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from hybrid.errors import ConfigError
-from hybrid.security.rejected_messages import RejectedMessage
+from hybrid.security.rejections import RejectionError
 
 VARIABLE = "HYBRID_SECRET"
 MINIMUM_CHARACTERS = 32
@@ -126,18 +126,18 @@ class DirectionCipher:
         self._aead.encrypt_into(self._next_nonce(), plain, None, sealed)
 
     def open(self, sealed: bytes | memoryview) -> bytes:
-        """Decrypt the next message of the other end; RejectedMessage if ``sealed`` is not that message."""
+        """Decrypt the next message of the other end; RejectionError if ``sealed`` is not that message."""
         try:
             return self._aead.decrypt(self._next_nonce(), sealed, None)
         except InvalidTag:
-            raise RejectedMessage(_NOT_NEXT) from None
+            raise RejectionError(_NOT_NEXT) from None
 
     def open_into(self, sealed: memoryview, plain: memoryview) -> None:
         """Decrypt the next message, as :meth:`open` does, into memory that is ``TAG_BYTES`` shorter."""
         try:
             self._aead.decrypt_into(self._next_nonce(), sealed, None, plain)
         except InvalidTag:
-            raise RejectedMessage(_NOT_NEXT) from None
+            raise RejectionError(_NOT_NEXT) from None
 
     def _next_nonce(self) -> bytes:
         nonce = self._count.to_bytes(_NONCE_BYTES, "big")

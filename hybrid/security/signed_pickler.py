@@ -23,13 +23,12 @@ from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
 from torch.futures import Future
 
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, describe_exception
 from hybrid.security.message_signature import UNSIGNED, PayloadKind, Signatures, is_contiguous
-from hybrid.security.rejected_messages import (
+from hybrid.security.rejections import (
     PlainUnpickler,
-    RejectedMessage,
+    RejectionError,
     RejectionLog,
-    describe_exception,
     describe_rejection,
 )
 from hybrid.user_code.user_modules import qualified_name
@@ -178,7 +177,7 @@ class SignedPickler(internal._InternalRPCPickler):
         except ClusterError:  # an interrupt, which can arrive anywhere in the main thread
             raise
         except Exception as error:  # unpickling can raise anything, out of memory included
-            is_rejected = isinstance(error, RejectedMessage)
+            is_rejected = isinstance(error, RejectionError)
             reason = str(error) if is_rejected else f"it holds no call or response ({type(error).__name__})"
             self.rejections.add(reason)
             return _raised_error(describe_rejection(reason), sender)
@@ -192,7 +191,7 @@ class SignedPickler(internal._InternalRPCPickler):
         name, args, keywords = content
         function = self._calls[name]
         if (function in _GATHER) != (kind is PayloadKind.GATHER):
-            raise RejectedMessage(f"{name} cannot be signed for all roles")
+            raise RejectionError(f"{name} cannot be signed for all roles")
         served = function if function is _CREATE_MODULE else _CalledFunction(function, sender)
         return internal.PythonUDF(served, args, keywords)
 
@@ -200,7 +199,7 @@ class SignedPickler(internal._InternalRPCPickler):
 def received_tensor(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the next tensor of the payload; called by the payload's pickle."""
     if tensor.dtype != dtype or tensor.shape != shape:
-        raise RejectedMessage(UNSIGNED)
+        raise RejectionError(UNSIGNED)
     return tensor
 
 
@@ -217,7 +216,7 @@ def reject_pickled_classes() -> Iterator[None]:
     distributed_c10d._unpickler = PlainUnpickler
     try:
         yield
-    except RejectedMessage as error:
+    except RejectionError as error:
         raise ClusterError(f"a message at the start of RPC was rejected: {error}") from error
     finally:
         distributed_c10d._unpickler = before

@@ -6,7 +6,7 @@
     ──────                                           ─────
     a stub: Remote, RemoteTables, RemoteNet           the object
        │                                               ▲
-       │ RPC: control, and calls within                │ rpc/endpoints.py: the functions that can be called
+       │ RPC: control, and calls within                │ endpoints.py: the functions that can be called
        │ distributed autograd                          │
        ├──────────── torch.distributed.rpc ───────────►┤
        │ sockets: lookups and gradients outside        │
@@ -22,21 +22,21 @@ Calls and responses by RPC are signed (``hybrid.security``).
 
 A process takes part in one cluster at a time. ``start`` creates all state of a cluster, ``stop`` releases it.
 
-- ``rpc``: start with ``stubs``, which the master and the trainers call.
-- ``socket``: one connection for each pair of a trainer and a worker; start with ``socket_calls``.
+Start with ``stubs``, which the master and the trainers call. ``socket`` has the encrypted connections, one
+for each pair of a trainer and a worker.
 
 Within a host, connections copy large tensors once into memory that both ends map (``hybrid/shared_memory``).
 """
 
-from hybrid.transport.rpc.endpoints import ProcessStatus as ProcessStatus
-from hybrid.transport.rpc.pending_calls import (
+from hybrid.transport.endpoints import ProcessStatus as ProcessStatus
+from hybrid.transport.pending_calls import (
     Failure as Failure,
     LostError as LostError,
     Pending as Pending,
     RemoteError as RemoteError,
     gather as gather,
 )
-from hybrid.transport.rpc.stubs import (
+from hybrid.transport.stubs import (
     Remote as Remote,
     RemoteHosted as RemoteHosted,
     RemoteNet as RemoteNet,

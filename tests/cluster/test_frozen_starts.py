@@ -18,7 +18,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.transport.rpc import stubs
+from hybrid.transport import stubs
 from workers.rendezvous.bootstrap import join, lead
 from workers.rendezvous.host_setup import MasterAddress, listen
 

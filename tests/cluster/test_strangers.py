@@ -20,10 +20,10 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
-from hybrid.security.rejected_messages import parse_rejection
+from hybrid.security.rejections import parse_rejection
 from hybrid.security.signed_pickler import SignedPickler, addressed_to
 from hybrid.topology import MASTER, Role
-from hybrid.transport.rpc import endpoints, stubs
+from hybrid.transport import endpoints, stubs
 
 SECONDS = 10.0
 ATTEMPT_SECONDS = 1.0  # what is not answered at once is not answered

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from support.socket_ends import connection, rpc_of_one
 
 from hybrid.topology import MASTER
-from hybrid.transport.rpc import endpoints
-from hybrid.transport.rpc.endpoints import SOCKET_CALLS
+from hybrid.transport import endpoints
+from hybrid.transport.endpoints import SOCKET_CALLS
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 
 

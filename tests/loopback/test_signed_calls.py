@@ -32,11 +32,11 @@ from hybrid.config import RunConfig
 from hybrid.embedding.stored_matrix import read_shape
 from hybrid.errors import ClusterError, HybridError
 from hybrid.security.message_signature import PayloadKind, Signatures
-from hybrid.security.rejected_messages import RejectedMessage, RejectionLog, parse_rejection
+from hybrid.security.rejections import RejectionError, RejectionLog, parse_rejection
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to, reject_pickled_classes
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.transport.rpc import endpoints
+from hybrid.transport import endpoints
 from hybrid.transport.socket.frames import FrameKind, Message
 
 WORKER = Role(RoleKind.WORKER)
@@ -169,7 +169,7 @@ def plant_in_rpc(_: Path) -> None:
     for prefix in (b"", os.urandom(45), bytes(45)):
         loaded = Process("worker0").pickler.deserialize(prefix + pickle.dumps(Evil()), [])
         assert isinstance(loaded, internal.RemoteException)
-    raise RejectedMessage(loaded.msg)
+    raise RejectionError(loaded.msg)
 
 
 def plant_in_collective(_: Path) -> None:
@@ -218,7 +218,7 @@ def plant_in_pretrained_rows(folder: Path) -> None:
 )
 def test_a_pickle_that_runs_code_is_not_loaded(plant: Callable[[Path], None], tmp_path: Path) -> None:
     os.environ.pop(MARK, None)
-    with pytest.raises((RejectedMessage, HybridError)):
+    with pytest.raises((RejectionError, HybridError)):
         plant(tmp_path)
     assert MARK not in os.environ
 
@@ -273,7 +273,7 @@ def test_an_interrupt_while_a_message_is_loaded_is_raised(worker: Process, train
 
 def test_a_call_signed_for_all_roles_is_rejected(worker: Process, trainer: Process) -> None:
     """Only what torch tells all roles at start and end is."""
-    pickled = pickle.dumps(("hybrid.transport.rpc.endpoints:squared_norm", (7, 3), {}))
+    pickled = pickle.dumps(("hybrid.transport.endpoints:squared_norm", (7, 3), {}))
     payload = trainer.signatures.sign(PayloadKind.GATHER, b"", pickled, [])
     assert "cannot be signed for all roles" in worker.refuses(payload, [])
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
 from hybrid.errors import ClusterError, HybridError
-from hybrid.security.rejected_messages import RejectionLog
+from hybrid.security.rejections import RejectionLog
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
 from hybrid.user_code.user_modules import kind_and_text, log_traceback

@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from hybrid.errors import ClusterError, ConfigError, first_line
-from hybrid.security.rejected_messages import RejectedMessage
+from hybrid.security.rejections import RejectionError
 from hybrid.security.secret import TAG_BYTES, VARIABLE, DirectionCipher, Secret
 from workers.rendezvous.heartbeat import HeartbeatInterval
 from workers.rendezvous.host_setup import MasterAddress
@@ -78,7 +78,7 @@ class FrameCipher:
         """Return the message of a frame without its header; ChannelError if it is not the next frame."""
         try:
             body = self._receiving.open(sealed)
-        except RejectedMessage as error:
+        except RejectionError as error:
             raise ChannelError(f"a frame was rejected: {error}") from None
         fields, at = [], 0
         while at < len(body):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hybrid.errors import ClusterError
 from hybrid.security.message_signature import memory_of
-from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
+from hybrid.security.rejections import PlainUnpickler, RejectionError
 from hybrid.security.secret import TAG_BYTES, DirectionCipher
 from hybrid.shared_memory.tensor_blocks import DTYPES, MemoryPair, layout_of
 
@@ -36,7 +36,7 @@ _INITIAL_BUFFER_BYTES = 1 << 16
 class FrameKind(IntEnum):
     CALL = 0  # value: the name of a function, and its arguments except tensors
     RESPONSE = 1
-    FAILURE = 2  # value: a text of hybrid/security/rejected_messages.py
+    FAILURE = 2  # value: a text of hybrid.errors.describe_exception
 
 
 class Message(NamedTuple):
@@ -121,7 +121,7 @@ class Frames:
         return True
 
     def next(self) -> Message | None:
-        """Return the next message, None if it is incomplete; RejectedMessage if forged or unexpected."""
+        """Return the next message, None if it is incomplete; RejectionError if forged or unexpected."""
         if self._end - self._start < _LENGTHS.size:
             return None
         head, length = _LENGTHS.unpack_from(self._received, self._start)
@@ -131,10 +131,10 @@ class Frames:
         self._start = start + length
         try:
             message = self._open(memoryview(self._received)[start : self._start], head)
-        except RejectedMessage:
+        except RejectionError:
             raise
         except Exception as error:  # unpickling can raise anything, out of memory included
-            raise RejectedMessage(f"it holds no message ({type(error).__name__})") from error
+            raise RejectionError(f"it holds no message ({type(error).__name__})") from error
         if self._start == self._end:
             self._start = self._end = 0
         return message
@@ -151,16 +151,16 @@ class Frames:
             for dtype_number, shape in layout:
                 dtype = DTYPES[dtype_number]
                 if math.prod(shape) * dtype.itemsize > len(sealed) - at:
-                    raise RejectedMessage("a tensor is larger than the message")
+                    raise RejectionError("a tensor is larger than the message")
                 tensors.append(torch.empty(shape, dtype=dtype))
                 for segment in memory_of(tensors[-1], to_write=True):
                     end = at + len(segment) + TAG_BYTES
                     self._receiving.open_into(sealed[at:end], segment)
                     at = end
         elif memory is None:
-            raise RejectedMessage("it names memory that does not exist")
+            raise RejectionError("it names memory that does not exist")
         else:
             tensors = memory.reader.read(block, layout)
         if at != len(sealed) or kind not in self._expected:
-            raise RejectedMessage("its kind or its length is unexpected")
+            raise RejectionError("its kind or its length is unexpected")
         return Message(FrameKind(kind), number, value, tensors)

@@ -34,7 +34,7 @@ import psutil
 import torch.distributed as dist
 
 from hybrid.errors import ClusterError, first_line
-from hybrid.security.rejected_messages import RejectedMessage
+from hybrid.security.rejections import RejectionError
 from hybrid.security.secret import TAG_BYTES, DirectionCipher, Secret
 from hybrid.shared_memory.tensor_blocks import MemoryPair, create_memory, host_id
 from hybrid.topology import Role, Topology
@@ -144,7 +144,7 @@ class _Peer:
         """Return the trainer that the peer proved to be, and the connection.
 
         Raises:
-            RejectedMessage: the proof is wrong, or the trainer is connected already.
+            RejectionError: the proof is wrong, or the trainer is connected already.
             OSError, ValueError, IndexError: there is no such trainer, or its memory has the wrong size.
         """
         index, random, proof = _HELLO.unpack(self._hello)
@@ -152,7 +152,7 @@ class _Peer:
         to, back = own.directions(trainer, self.nonce + random)
         back.open(proof)
         if trainer in connected:
-            raise RejectedMessage("this trainer is connected already")
+            raise RejectionError("this trainer is connected already")
         memory = None
         if self.socket.family == socket.AF_UNIX:
             memory = MemoryPair.map(self._descriptors[0], writes_first_half=False)
@@ -205,7 +205,7 @@ def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Co
             connection.sendall(hello)
         try:
             back.open(_receive(connection, TAG_BYTES))
-        except RejectedMessage as error:
+        except RejectionError as error:
             raise ClusterError(
                 f"the process that listens at {address} is not {worker} of this run"
             ) from error
@@ -273,7 +273,7 @@ def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Co
                         if not waiting.receive():
                             continue
                         trainer, connection = waiting.authenticate(own, connections)
-                    except (RejectedMessage, OSError, ValueError, IndexError):
+                    except (RejectionError, OSError, ValueError, IndexError):
                         forget(waiting).close()
                     else:
                         forget(waiting).close_descriptors()

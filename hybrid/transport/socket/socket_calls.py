@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.errors import first_line
+from hybrid.errors import describe_exception, first_line
 from hybrid.primitives.thread_counts import use_configured_threads
-from hybrid.security.rejected_messages import RejectedMessage, describe_exception, describe_rejection
+from hybrid.security.rejections import RejectionError, describe_rejection
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.user_code.user_modules import qualified_name
@@ -146,14 +146,14 @@ class SocketClient:
             while (message := self._frames.next()) is not None:
                 reply = self._open.pop(message.number, None)
                 if reply is None:
-                    raise RejectedMessage("it responds to no call")
+                    raise RejectionError("it responds to no call")
                 if message.kind is FrameKind.FAILURE:
                     reply.complete((), message.value)
                 else:
                     reply.complete(message.tensors)
         except OSError as error:
             self._fail(first_line(error))
-        except RejectedMessage as error:
+        except RejectionError as error:
             self._fail(describe_rejection(str(error)))
         return True
 
@@ -218,7 +218,7 @@ class SocketServer:
                     self._read()
         except OSError:  # the trainer has ended, which the master detects
             pass
-        except RejectedMessage as error:
+        except RejectionError as error:
             _LOG.warning("rejected a message of a trainer, and closed the connection: %s", error)
         except Exception as error:  # close() raises it; the trainer sees a closed connection
             _LOG.exception("the thread that serves a trainer's calls failed")

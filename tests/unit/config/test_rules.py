@@ -26,6 +26,7 @@ VALUES = {
         for moments in ("", "2", "std = 2", "2, std = 0", "2, std = -1", "nan, std = 1", "x, std = 1")
     ),
     "columns.price.vocabulary": ("hash",),
+    "checkpoint.deltas": ("every(seconds = 0)", "every(event_seconds = 60)"),
     "data.delimiter": ("",),
     "data.dense": ("label",),
     "data.format": ("tsv",),
@@ -36,6 +37,8 @@ VALUES = {
     "data.sparse": ('["u", "u"]', "[]"),
     "data.split": ("time", "random(user)", 'time(w, column = "v")'),
     "data.validation": ("path()",),
+    "data.vocabulary": ("build(min_count = )",),
+    "data.weight": ("label",),
     "data.weighted_metrics": ("true",),
     "dense.compile": ("script",),
     "dense.device": ("gpu", "cpu,", "cuda:01"),
@@ -85,6 +88,8 @@ COMBINATIONS = [
      "dense_groups.g.optimizer_options"),
     (f"train.update=async + embedding.optimizer={ALL_ROWS}", "embedding.optimizer"),
     (f"train.update=async + tables.u.optimizer={ALL_ROWS}", "tables.u.optimizer"),
+    ("train.update=async + train.clip_norm=1", "train.clip_norm"),
+    ("train.update=async + train.non_finite=skip", "train.non_finite"),
     (f"tables.u.frozen=true + tables.u.optimizer={ALL_ROWS}", "tables.u.optimizer"),
     ("tables.u.frozen=true + tables.u.learning_rate=0.1", "tables.u.learning_rate"),
     ("tables.u.init=zeros + tables.u.initial=positions(a.npy)", "tables.u.initial"),
@@ -106,6 +111,10 @@ COMBINATIONS = [
 SYNTHETIC = [
     ("columns.C1.kind=hour", "columns.C1"),
     ("columns.C1.pooling=none", "columns.C1.max_ids"),
+    ("data.validation=path(a.csv)", "data.validation"),
+    ("data.validation=time(day)", "data.validation"),
+    ("data.joins=table(a.csv, key = 'item')", "data.joins"),
+    ("data.stream=files()", "data.format"),
 ]
 GROWING = [*DATA, "data.vocabulary=grow", 'data.sparse=["user", "item", "seen", "tags", "age", "day"]']
 GROWING += ["columns.tags.kind=weighted", "columns.age.kind=buckets(18, 45)", "columns.day.vocabulary=build"]
@@ -134,10 +143,14 @@ OF_STREAMS = [
     ("data.test_path=x", "data.test_path"),
     ("data.validation=random", "data.validation"),
     ("train.epochs=2", "train.epochs"),
+    ("train.patience=1", "train.patience"),
     ("train.eval_every_steps=5", "train.eval_every_steps"),
     ("cluster.trainers=6", "cluster.trainers"),
     ("schedule.kind=cosine", "schedule.kind"),
     ("data.shuffle=lanes", "data.shuffle"),
+    ("data.group=user + tasks.s.ranking_loss=pairwise", "tasks.s.ranking_loss"),
+    ("data.format=criteo + data.vocabulary=build", "data.vocabulary"),
+    ("columns.user.vocabulary=build", "columns.user.vocabulary"),
 ]
 KAFKA = [*STREAM, 'data.columns=["label", "price", "user"]', "data.path=[]", "data.shuffle=none"]
 KAFKA += ["data.stream=kafka(brokers = 'a:1', topic = 'b')"]

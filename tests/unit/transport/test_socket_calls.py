@@ -20,10 +20,9 @@ from support.socket_ends import WORKER, connection
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.errors import ClusterError, ConfigError
+from hybrid.errors import ClusterError, ConfigError, parse_exception
 from hybrid.primitives.pending_result import PendingResult
-from hybrid.security.rejected_messages import parse_exception
-from hybrid.transport.rpc.pending_calls import LostError, PendingTensors
+from hybrid.transport.pending_calls import LostError, PendingTensors
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer

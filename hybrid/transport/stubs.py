@@ -22,13 +22,13 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.message_signature import Signatures
-from hybrid.security.rejected_messages import RejectionLog
+from hybrid.security.rejections import RejectionLog
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to, install, reject_pickled_classes
 from hybrid.topology import Role, RoleKind, Topology, polls_shared_memory
-from hybrid.transport.rpc import endpoints
-from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS, ClusterState
-from hybrid.transport.rpc.pending_calls import Pending, PendingTensors, gather
+from hybrid.transport import endpoints
+from hybrid.transport.endpoints import CALLS, SOCKET_CALLS, ClusterState
+from hybrid.transport.pending_calls import Pending, PendingTensors, gather
 from hybrid.transport.socket.handshake import Identity, accept_trainers, connect_to_workers
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 from hybrid.updates.barrier import UpdateBarrier

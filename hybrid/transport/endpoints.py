@@ -19,7 +19,7 @@ from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import free_memory
 from hybrid.primitives.thread_counts import use_configured_threads
 from hybrid.topology import Role
-from hybrid.transport.rpc.pending_calls import Failure, make_failure
+from hybrid.transport.pending_calls import Failure, make_failure
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.ticket import PlainTicket, Ticket

@@ -1,16 +1,22 @@
-"""What one side tells of an exception, the other reads."""
+"""Texts that report exceptions and rejections to the caller in another process."""
 
 import pytest
 
 from hybrid import errors
-from hybrid.errors import CheckpointError, ConfigError, HybridError, OutageError, error_class
-from hybrid.security.rejected_messages import (
+from hybrid.errors import (
+    CheckpointError,
+    ConfigError,
+    HybridError,
+    OutageError,
     describe_exception,
-    describe_rejection,
+    error_class,
     parse_exception,
+)
+from hybrid.security.rejections import (
+    describe_rejection,
     parse_rejection,
 )
-from hybrid.transport.rpc.pending_calls import make_failure
+from hybrid.transport.pending_calls import make_failure
 from hybrid.user_code.user_modules import kind_and_text
 
 TREE = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, HybridError)]

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hybrid.errors import ClusterError, HybridError, error_class, error_kind, first_line
+from hybrid.errors import ClusterError, HybridError, error_class, error_kind, first_line, parse_exception
 from hybrid.primitives.pending_result import PendingResult
-from hybrid.security.rejected_messages import describe_rejection, parse_exception, parse_rejection
+from hybrid.security.rejections import describe_rejection, parse_rejection
 from hybrid.topology import Role
 from hybrid.user_code.user_modules import describe_error, log_traceback, needs_traceback
 

@@ -1,1 +1,0 @@
-"""Calls by RPC; start with ``stubs``."""
