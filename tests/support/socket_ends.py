@@ -19,15 +19,9 @@ ONE_OF_EACH = Topology(1, 1)
 TRAINER, WORKER = Role(RoleKind.TRAINER), Role(RoleKind.WORKER)
 
 
-def identity(
-    role: Role,
-    topology: Topology = ONE_OF_EACH,
-    secret: Secret = SECRET,
-    run_id: bytes = b"run",
-    timeout_seconds: float = 10.0,
-) -> Identity:
-    """A role of a run, by default the same run."""
-    return Identity(role, topology, secret, run_id, timeout_seconds)
+def identity(role: Role, topology: Topology = ONE_OF_EACH, timeout_seconds: float = 10.0) -> Identity:
+    """Return a role of a run, always the same run."""
+    return Identity(role, topology, SECRET, b"run", timeout_seconds)
 
 
 def shared(num_bytes: int = MemoryPair.NUM_BYTES) -> tuple[MemoryPair, MemoryPair]:

@@ -12,10 +12,7 @@ from hybrid.errors import (
     error_class,
     parse_exception,
 )
-from hybrid.security.rejections import (
-    describe_rejection,
-    parse_rejection,
-)
+from hybrid.security.rejections import describe_rejection, parse_rejection
 from hybrid.transport.pending_calls import make_failure
 from hybrid.user_code.user_modules import kind_and_text
 

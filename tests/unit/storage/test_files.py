@@ -3,7 +3,6 @@
 import gzip
 import os
 import pickle
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -92,9 +91,7 @@ def test_folders_are_listed_and_removed(folder: StoragePath) -> None:
 
 
 def test_a_missing_file_is_a_file_not_found_error(folder: StoragePath) -> None:
-    reads: list[Callable[[StoragePath], object]]
-    reads = [files.read_bytes, files.require_file, files.compute_checksum]
-    for read in reads:
+    for read in (files.read_bytes, files.require_file, files.compute_checksum):
         with pytest.raises(FileNotFoundError) as caught:
             read(folder / "none")
         assert str(folder / "none") in str(caught.value)
@@ -144,14 +141,10 @@ def test_an_error_of_the_caller_is_not_converted(folder: StoragePath) -> None:
         raise KeyError
 
 
-@pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b"])
+@pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b", "file:///data/a%20b.csv"])
 def test_other_texts_are_paths(text: str) -> None:
-    assert parse_path(text) == Path(text)
+    assert parse_path(text) == Path(text.removeprefix("file://").replace("%20", " "))
     assert not is_url(text)
-
-
-def test_a_file_url_is_a_path() -> None:
-    assert parse_path("file:///data/a%20b.csv") == Path("/data/a b.csv")
 
 
 @pytest.mark.parametrize(

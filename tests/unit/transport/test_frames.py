@@ -171,11 +171,6 @@ def test_a_message_of_the_wrong_kind_is_rejected() -> None:
             list(received(receiver, bytes(sender.seal(message))))
 
 
-@pytest.fixture
-def writer() -> BlockWriter:
-    return shared()[0].writer
-
-
 def write_block(writer: BlockWriter, *tensors: Tensor) -> int:
     block = writer.write(tensors)
     assert block is not None
