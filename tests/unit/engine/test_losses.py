@@ -1,4 +1,4 @@
-"""The loss of a step equals its definition, however samples are sliced, and has the bits of torch."""
+"""The loss of a step, and each ranking loss, equal their definitions, however samples are sliced."""
 
 import math
 from collections.abc import Callable
@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import hybrid
 from hybrid.batch import Batch, SparseFeatures, by_task
 from hybrid.config import TaskSection
 from hybrid.engine.losses import Objective
-from hybrid.errors import ConfigError
+from hybrid.engine.ranking_losses import RANKING
+from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.grouping import ranking_totals
 from hybrid.reference.reference_losses import ReferenceLoss
 
@@ -171,3 +173,92 @@ def test_custom_loss_is_called() -> None:
 def test_invalid_custom_loss_raises_an_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^tasks\.click\.loss = {message}"):
         Objective({"click": TaskSection(loss=f"custom_losses:{name}")})
+
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def graded_samples(graded: bool, has_weights: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return groups in random order: of one sample, of one label, with ties, and with weights of zero."""
+    draw = torch.Generator().manual_seed(3)
+    groups = torch.tensor([4] * 7 + [-2] * 5 + [9] + [1] * 3 + [6] * 2 + [8] * 4)
+    labels = torch.randint(0, 4 if graded else 2, (len(groups),), generator=draw).float()
+    labels[groups == 1] = 1.0
+    weights = None
+    if has_weights:
+        weights = torch.rand(len(groups), generator=draw) * torch.randint(0, 2, labels.shape, generator=draw)
+        weights[groups == 8] = 0.0
+    scores = torch.randn(len(groups), generator=draw, dtype=torch.float64)
+    scores[1] = scores[0]
+    order = torch.randperm(len(groups), generator=draw)
+    return scores[order], labels[order], groups[order], None if weights is None else weights[order]
+
+
+def mean_of(
+    kind: str, scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    values, counts = RANKING[kind](scores, labels, groups, weights)
+    assert values.shape == counts.shape == scores.shape
+    assert values.dtype == counts.dtype == scores.dtype
+    return (values * counts).sum() / (counts.sum().item() or 1.0)
+
+
+@pytest.mark.parametrize("kind", RANKING)
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_ranking_loss_equals_the_reference(kind: str, graded: bool, has_weights: bool) -> None:
+    scores, labels, groups, weights = graded_samples(graded, has_weights)
+    task = {"t": TaskSection(type="regression", ranking_loss=f"{kind}(1.0)")}
+    samples_N = batch_of(labels, weights)._replace(groups=groups)
+    expected = ReferenceLoss(task).contributions([scores.unsqueeze(1)], [samples_N])[-1].item()
+    assert expected > 0.1
+    for dtype in DTYPES:
+        found = mean_of(kind, scores.to(dtype), labels, groups, weights).item()
+        assert found == pytest.approx(expected, rel=1e-13 if dtype is torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("kind", RANKING)
+def test_groups_without_pairs_add_nothing(kind: str) -> None:
+    groups = torch.tensor([1, 1, 2, 3, 3])
+    labels, weights = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+    for size in (5, 0):
+        scores = torch.randn(size, requires_grad=True)
+        values, counts = RANKING[kind](scores, labels[:size], groups[:size], weights[:size])
+        values.sum().backward()
+        assert not values.any()
+        assert not counts.any()
+        assert scores.grad is not None
+        assert not scores.grad.any()
+
+
+@pytest.mark.parametrize("kind", RANKING)
+def test_distant_scores_have_finite_losses(kind: str) -> None:
+    scores = torch.tensor([-900.0, 900.0, 0.0, 30.0, -0.5], dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+    loss = mean_of(kind, scores, labels, torch.tensor([1, 1, 1, 2, 2]))
+    loss.backward()
+    first, second = (1800 + 900) / 2, math.log1p(math.exp(-30.5))  # the same for both kinds
+    assert loss.item() == pytest.approx((first + second) / 2, rel=1e-12)
+    assert scores.grad is not None
+    assert scores.grad.isfinite().all()
+
+
+def test_negative_label_of_a_listwise_loss_raises_an_error() -> None:
+    with pytest.raises(DataError, match="label -2"):
+        hybrid.listwise_loss(torch.zeros(2), torch.tensor([1.0, -2.0]), torch.tensor([1, 1]))
+    values, _ = hybrid.pairwise_loss(torch.zeros(2), torch.tensor([1.0, -2.0]), torch.tensor([1, 1]))
+    assert values.tolist() == [pytest.approx(math.log(2))] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", RANKING)
+def test_gpu_scores_give_the_same_bits(kind: str) -> None:
+    scores, labels, groups, weights = graded_samples(True, True)
+    losses = []
+    for device in ("cpu", "cuda"):
+        leaf = scores.float().to(device).requires_grad_()
+        values, counts = RANKING[kind](leaf, labels, groups, weights)
+        assert values.device.type == counts.device.type == device
+        (gradient,) = torch.autograd.grad((values * counts).sum(), leaf)
+        losses.append((values.cpu(), gradient.cpu()))
+    assert all(map(torch.equal, *losses))

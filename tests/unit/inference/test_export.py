@@ -101,14 +101,8 @@ def check_export(run: Path, served: Path, new: Path) -> None:
     check_served(run, served, new)
 
 
-@pytest.mark.parametrize(
-    ("net", "pooling"),
-    [
-        pytest.param("ple", "sum", marks=pytest.mark.long),
-        pytest.param("deepfm", "max", marks=pytest.mark.long),
-        pytest.param("wide_deep", "mean", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("net", "pooling"), [("ple", "sum"), ("deepfm", "max"), ("wide_deep", "mean")])
 def test_other_nets_compute_the_predictions(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import struct
-import zlib
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from hybrid.updates.ticket import Purpose, Ticket
 BFLOAT16, SEED, DIM = torch.bfloat16, 7, 6
 ROWS = Bags(torch.tensor([1, 2]))
 LARGEST = torch.finfo(BFLOAT16).max
-_64_BITS = 2**64
 
 
 def table_of(num_rows: int, optimizer: str = "sgd", **settings: Any) -> TableSpec:
@@ -51,21 +49,6 @@ def update(host: TableShards, step: int, rows: Tensor, grad_UD: Tensor) -> Tenso
     return host.groups[0].weight_RD
 
 
-def splitmix64(number: int) -> int:
-    x = (number + 0x9E3779B97F4A7C15) % _64_BITS
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % _64_BITS
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % _64_BITS
-    return x ^ x >> 31
-
-
-def random_bits(step: int, row: int, column: int) -> int:
-    """Return the random number of 16 bits for a value of table "t"."""
-    salt = SEED * 0x9E3779B97F4A7C15 + zlib.crc32(b"t") * 0xD1B54A32D192ED03
-    state = splitmix64((splitmix64((salt + step) % _64_BITS) + row) % _64_BITS)
-    word = splitmix64((state + column // 4 * 0x9E3779B97F4A7C15) % _64_BITS)
-    return word >> 16 * (column % 4) & 0xFFFF
-
-
 def float_of(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
@@ -76,21 +59,17 @@ BETWEEN = [0x3F808000, 0xBF80FFFF, 0x3F800001, 0x00000001, 0x807F8000, 0x007FFFF
 FIXED = [1.0, -2.5, float_of(0x00010000), torch.inf, -torch.inf, LARGEST, -LARGEST]
 
 
-def test_each_value_has_the_bits_that_its_hash_selects(stack: ExitStack) -> None:
-    rows, step = torch.arange(40), 3
+def test_values_between_neighbors_have_the_bits_of_the_reference(stack: ExitStack) -> None:
+    rows, step = torch.arange(5, 45), 3
     host = hosted(stack, table_of(50))
     for before in range(step):  # updates that round nothing
         update(host, before, rows, torch.zeros(len(rows), DIM))
-    values_UD = torch.tensor([float_of(bits) for bits in BETWEEN]).repeat(len(rows))[: len(rows) * DIM]
-    stored = update(host, step, rows + 5, -values_UD.view(-1, DIM))[5:45].view(torch.int16)
-    num_raised = 0
-    for row in range(len(rows)):
-        for column in range(DIM):
-            bits = BETWEEN[(row * DIM + column) % len(BETWEEN)]
-            is_raised = (bits & 0xFFFF) + random_bits(step, row + 5, column) >= 1 << 16
-            num_raised += is_raised
-            assert int(stored[row, column]) & 0xFFFF == (bits >> 16) + is_raised
-    assert 60 < num_raised < 180
+    bits_UD = torch.tensor(BETWEEN).repeat(len(rows))[: len(rows) * DIM].to(torch.int32).view(-1, DIM)
+    values_UD = bits_UD.view(torch.float32)
+    stored = update(host, step, rows, -values_UD)[5:45].view(torch.int16)
+    expected = round_stochastically(values_UD, rows, SEED, step, "t").view(torch.int16)
+    assert torch.equal(stored, expected)
+    assert 60 < (stored != (bits_UD >> 16).to(torch.int16)).sum() < 180
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
