@@ -1,4 +1,4 @@
-"""The functions that other processes can call here."""
+"""The functions of this process that other processes can call, and the objects that these functions use."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ from hybrid.user_code.user_modules import qualified_name
 
 @dataclass(slots=True)
 class ClusterState:
-    """The state of the transport in a process, for one cluster."""
+    """The objects and connections of this process in one cluster."""
 
-    # By class name, constructors with arguments of this process.
+    # By qualified name of the class, constructors that have arguments of this process.
     constructors: Mapping[str, partial[Any]] = field(default_factory=dict)
     # The objects that other processes created here, by number.
     objects: dict[int, Any] = field(default_factory=dict)
@@ -51,14 +51,14 @@ PlainExchange: TypeAlias = tuple[int, PlainTicket, int, PlainTicket | None, Sequ
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """The free memory of a process."""
+    """The host of a process, and the free memory there."""
 
     host: str
-    free_bytes: dict[str, int]  # see free_memory
+    free_bytes: dict[str, int]  # a result of free_memory
 
 
 def echo(tensor: Tensor) -> Tensor:
-    """Return the tensor; the call opens the connections of both processes, also those for tensors."""
+    """Return the tensor. The call makes torch connect both processes, for calls and for tensors."""
     return tensor
 
 
@@ -75,7 +75,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableSource.send_gradients`."""
+    """Take gradients of a prefetched lookup, and execute the lookup that follows, if there is one."""
     number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
@@ -99,7 +99,7 @@ def squared_norm(number: int, step: int) -> Future[float]:
 
 
 def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
-    """Construct an object, and keep it until it is closed; return the failure of the constructor, if any."""
+    """Construct an object, and keep it until its ``close`` is called; return the constructor's failure."""
     use_configured_threads()
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
@@ -109,13 +109,13 @@ def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failu
 
 
 def created_module(number: int) -> nn.Module:
-    """Return the module of a ``RemoteModule``; see :func:`create`."""
+    """Return the module that :func:`create` has constructed, for torch's ``RemoteModule``."""
     module: nn.Module = running.objects[number]
     return module
 
 
 def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a public method of an object of this process; ``close`` also releases the object.
+    """Return the result of a public method of an object, or its failure; ``close`` also releases the object.
 
     Args:
         method: name of the method, or ``barrier.NAME`` for a method of the module's update barrier.
@@ -132,6 +132,6 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
         return make_failure(error)
 
 
-# Functions that the socket transport calls. A lookup within distributed autograd is a call by RPC.
+# Functions that can be called by socket, and by RPC. Lookups for training are called by RPC.
 SOCKET_CALLS = (lookup, exchange)
 CALLS = (lookup, echo, process_status, call_net, squared_norm, create, invoke)

@@ -1,4 +1,4 @@
-"""Calls in progress, and their failures, on the process that executes a call and on its caller."""
+"""Calls in progress, and their failures: as values of the called process, and as errors of the caller."""
 
 import re
 import socket
@@ -49,6 +49,7 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
+        """The class of the exception on the other role; Exception if it is not an error of this project."""
         return error_class(self.failure.kind)
 
 
@@ -61,7 +62,7 @@ class LostError(ClusterError):
 
 
 def make_failure(error: Exception) -> Failure:
-    """Convert an exception to a value for the caller; log the traceback if one line may not explain it."""
+    """Return an exception as a value for the caller; log its traceback if one line may not explain it."""
     is_logged = needs_traceback(error) and not _PEER_ENDED.search(str(error))
     if is_logged:
         log_traceback(error)
@@ -71,7 +72,7 @@ def make_failure(error: Exception) -> Failure:
     is_self_contained = is_project_error and not isinstance(error, LostError)
     message = str(error) if is_project_error else describe_error(error)
     parsed = parse_exception(message)
-    if parsed:  # raised while a worker prepared a response
+    if parsed:  # another role has raised it
         kind, message = parsed
         if issubclass(error_class(kind), HybridError):
             is_self_contained = True
@@ -81,7 +82,7 @@ def make_failure(error: Exception) -> Failure:
 
 
 class PendingTensors(Generic[Result]):
-    """Tensors that a role will respond with. A step has many such objects, so the class is kept small."""
+    """A call whose response is tensors. A step has many such objects, so the class is kept small."""
 
     __slots__ = ("_future", "role")
 
@@ -90,14 +91,13 @@ class PendingTensors(Generic[Result]):
         self._future = future
 
     def done(self) -> bool:
-        """Whether the response has arrived."""
         return self._future.done()
 
     def wait(self) -> Result:
         """Return the response.
 
         Raises:
-            RuntimeError: the call raised an exception; :func:`make_failure` parses the text.
+            RuntimeError: the call raised an exception; the text is that of :func:`describe_exception`.
             ClusterError: the role rejected the call, or this process rejected the response.
             LostError: no response came within the timeout, or the connection broke.
         """
@@ -116,7 +116,7 @@ class PendingTensors(Generic[Result]):
 
 
 class Pending(PendingTensors[Result]):
-    """A call that may take long: Python handles signals while the main thread waits for the response."""
+    """A call that may take long: signals are handled while the main thread waits."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Pending(PendingTensors[Result]):
         future.add_done_callback(lambda _: done.set())
 
     def done(self, wait_seconds: float = 0.0) -> bool:
-        """Wait up to ``wait_seconds`` for the response, and handle signals; return whether it has arrived."""
+        """Wait up to ``wait_seconds`` for the response; return whether it has arrived."""
         # If memory has run out, the callback may have failed.
         return self._done.wait(wait_seconds) or super().done()
 

@@ -1,4 +1,4 @@
-"""Stubs of objects on other processes, and the start and stop of RPC and sockets."""
+"""Stubs of objects on other processes, and the start and end of RPC and sockets."""
 
 import os
 import secrets
@@ -78,7 +78,7 @@ class Remote(Generic[Owned]):
         *args: *Arguments,
         timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT,
     ) -> Pending[Result]:
-        """Start a call of a method of the object."""
+        """Start a call of a public method of the object. The default timeout is that of :func:`start`."""
         sent = (self.number, method.__name__, args)
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
 
@@ -89,7 +89,7 @@ class RemoteHosted(Remote[Kind]):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
-        """Start a call of a method of the module's update barrier; see :meth:`call`."""
+        """Start a call of a method of the module's update barrier."""
         name = f"barrier.{method.__name__}"
         return Pending(self.role, _send(self.role, endpoints.invoke, self.number, name, args))
 
@@ -101,7 +101,7 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableSource.lookup`; distributed autograd records lookups for training."""
+        """Start a lookup, by socket unless distributed autograd must record it (``Purpose.TRAIN``)."""
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
@@ -120,10 +120,10 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
 
 
 class RemoteNet(RemoteHosted[HostedNet]):
-    """A stub of a dense net on a worker; a call is part of the graph of distributed autograd."""
+    """A stub of a dense net on a worker."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """Return the remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
+        """Return the net's output for ``hidden_BH``, through which distributed autograd sends gradients."""
         sending = _send_of_step(self.role, endpoints.call_net, self.number, ticket.plain, hidden_BH)
         return PendingTensors[Tensor](self.role, sending).wait()
 
@@ -131,14 +131,14 @@ class RemoteNet(RemoteHosted[HostedNet]):
 def create(
     role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing ``cls(*args)`` on ``role``, which can import the module of ``cls``."""
+    """Start constructing ``cls(*args)`` on ``role``, where the module of ``cls`` is imported."""
     number = secrets.randbits(_NUMBER_BITS)
     sending = _send(role, endpoints.create, number, cls, args, timeout_seconds=timeout_seconds)
     return Pending(role, sending, lambda _: Remote(role, number))
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
-    """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed."""
+    """Construct a module on ``role`` as a ``RemoteModule``; wait, and return the number of its stubs."""
     # RemoteModule would report an exception of the constructor at the first use only.
     number = create(role, cls, *args, timeout_seconds=rpc.constants.UNSET_RPC_TIMEOUT).wait().number
     with addressed_to(role.rpc_name):
@@ -149,11 +149,12 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
 
 
 def open_connection(role: Role) -> Pending[Tensor]:
-    """Connect this process and ``role`` for calls and tensors."""
+    """Start a call that connects this process and ``role``, for calls and for tensors."""
     return Pending(role, _send(role, endpoints.echo, torch.zeros(1)))
 
 
 def ping(role: Role, timeout_seconds: float) -> Pending[endpoints.ProcessStatus]:
+    """Start a call that returns the host name and the free memory of a role."""
     return Pending(role, _send(role, endpoints.process_status, timeout_seconds=timeout_seconds))
 
 
@@ -168,7 +169,7 @@ def start(
     timeout_seconds: float,
     constructors: Iterable[partial[Any]] = (),
 ) -> None:
-    """Join the RPC group of a cluster, and connect sockets; return after every role has done so.
+    """Join the RPC group of a cluster, and connect the sockets of this role.
 
     If this process failed in an earlier cluster and has not left it, it leaves that cluster first.
 
@@ -176,8 +177,13 @@ def start(
         store: the cluster's key-value store.
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
-        timeout_seconds: timeout of calls that do not set one.
-        constructors: classes, each with further arguments for its objects that are created on this process.
+        timeout_seconds: timeout of calls that do not set one, and of the waits for other roles.
+        constructors: classes whose objects :func:`create` constructs on this process, each with the first
+            arguments of its constructor. The other arguments are in the call.
+
+    Raises:
+        ClusterError: a role does not connect, or this process had another rank in an earlier cluster.
+        RuntimeError: torch cannot connect the group.
     """
     with suppress(Exception):  # of the earlier cluster
         _leave(timeout_seconds)
@@ -218,7 +224,7 @@ def start(
 
 
 def stop(timeout_seconds: float) -> None:
-    """Leave the RPC group, and close all sockets; wait up to ``timeout_seconds`` for the other roles."""
+    """Leave the cluster when all roles call this; after the timeout, leave alone and raise RuntimeError."""
     try:
         rpc.api._all_gather(None, timeout=timeout_seconds)
         # Unlike rpc.shutdown, do not wait until references are deleted, which torch does in one cluster only.

@@ -103,7 +103,7 @@ class Frames:
         return frame
 
     def receive(self, connection: socket.socket) -> bool:
-        """Receive available bytes of a non-blocking socket; return whether there were any."""
+        """Receive available bytes; return whether there were any. OSError if the connection is closed."""
         if self._end == len(self._received):  # grow by the bytes received, not by an announced length
             rest = memoryview(self._received)[self._start : self._end]
             buffer = bytearray(len(self._received) * (1 if self._start else 2))
@@ -121,7 +121,7 @@ class Frames:
         return True
 
     def next(self) -> Message | None:
-        """Return the next message, None if it is incomplete; RejectionError if forged or unexpected."""
+        """Return the next received message, None if it is incomplete; RejectionError if it is invalid."""
         if self._end - self._start < _LENGTHS.size:
             return None
         head, length = _LENGTHS.unpack_from(self._received, self._start)

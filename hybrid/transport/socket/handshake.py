@@ -11,8 +11,9 @@
                                        ◄────────   proof
 
 A proof is an empty message, encrypted as the first one of its direction. The key of a direction is derived
-from the secret, the run, the names of both roles, and the random bytes of both. So a recorded message is
-valid on no other connection, even if the original never arrives.
+from the secret, random bytes of the run, the names of both roles, and the random bytes of both. So a recorded
+message is valid on no other connection, even if the original never arrives. The random bytes of the run come
+from the rendezvous, which has forward secrecy. So the secret alone does not decrypt a recorded connection.
 
 Within a host, the two connect by a Unix socket. With its proof, the trainer sends a descriptor of shared
 memory for large tensors (``tensor_blocks``). A worker stops listening once all trainers are connected.
@@ -68,17 +69,16 @@ def send_bursts_at_once(connection: socket.socket) -> None:
 class WorkerAddress(NamedTuple):
     """The addresses on which a worker listens."""
 
-    host: str  # see host_id
-    name: str  # name of its Unix socket, in hexadecimal digits
-    # interface, port: IP address and port for other hosts.
-    interface: str
+    host: str  # the worker's host_id()
+    name: str  # name of the Unix socket for this host, in hexadecimal digits
+    interface: str  # IP address for other hosts
     port: int
 
     def __str__(self) -> str:
         return f"{self.interface}:{self.port}"
 
     def connect(self) -> socket.socket:
-        """Connect by a Unix socket within a host, else by TCP; OSError if no process accepts."""
+        """Connect by a Unix socket within a host, else by TCP; OSError if that fails within five seconds."""
         if self.host == host_id():
             connection = socket.socket(socket.AF_UNIX)
             address: Any = bytes.fromhex(self.name)
@@ -113,7 +113,7 @@ class Identity:
     timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
-        """Return the ciphers to and from another role for the connection with the given random bytes."""
+        """Return the ciphers to and from another role; ``random`` is random bytes of worker and trainer."""
         to, back = (
             self.secret.key(f"socket from {a.rpc_name} to {b.rpc_name}", self.run_id + random)
             for a, b in ((self.role, other), (other, self.role))
@@ -122,7 +122,7 @@ class Identity:
 
 
 class _Peer:
-    """The unauthenticated peer of a worker's connection."""
+    """A peer that has connected to a worker, and has not proved yet to be a trainer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -131,7 +131,7 @@ class _Peer:
         self._descriptors: list[int] = []
 
     def receive(self) -> bool:
-        """Receive bytes of the peer's hello; whether it is complete. OSError if the connection is closed."""
+        """Receive bytes of the hello; return whether it is complete. OSError if the connection is closed."""
         missing = _HELLO.size - len(self._hello)
         received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
         self._descriptors += descriptors
@@ -145,7 +145,7 @@ class _Peer:
 
         Raises:
             RejectionError: the proof is wrong, or the trainer is connected already.
-            OSError, ValueError, IndexError: there is no such trainer, or its memory has the wrong size.
+            OSError, ValueError, IndexError: there is no such trainer, or it sent no valid memory.
         """
         index, random, proof = _HELLO.unpack(self._hello)
         trainer = own.topology.trainers[index]
@@ -169,7 +169,11 @@ class _Peer:
 
 
 def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
-    """Connect a trainer to all workers, whose addresses are in ``store``; ClusterError if one is missing."""
+    """Connect a trainer to all workers, whose addresses are in ``store``.
+
+    Raises:
+        ClusterError: a worker is not reached within the timeout, or another program responds at its address.
+    """
     connections: dict[Role, Connection] = {}
     for worker in own.topology.workers:
         address = WorkerAddress(*json.loads(store.get(worker.rpc_name)))

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Reply:
-    """The future response to a call that is not sent by RPC."""
+    """The response to a call by socket, which may not have arrived yet."""
 
     __slots__ = ("_callbacks", "_client", "_error", "_tensors", "is_done")
 
@@ -51,7 +51,7 @@ class Reply:
         return self.is_done
 
     def wait(self) -> Sequence[Tensor]:
-        """Return the tensors; RuntimeError if the call has failed, see :meth:`PendingTensors.wait`."""
+        """Return the tensors; RuntimeError with the reason if the call or the connection has failed."""
         if not self.is_done:
             self._client.read_until(self)
         if self._error is not None:
@@ -90,6 +90,7 @@ class SocketClient:
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
         self._connection, self._frames = connection
         self._timeout_seconds = timeout_seconds
+        self._timeout_text = f"no response for {timeout_seconds:g} s"
         self._number = 0
         self._open: dict[int, Reply] = {}
         self._failure: str | None = None
@@ -101,7 +102,7 @@ class SocketClient:
         self._writable.register(self._connection, select.POLLOUT)
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
-        """Send a call of ``function(plain, tensors)``, one of the functions that the worker serves."""
+        """Send a call of ``function(plain, tensors)`` to the worker; after an error, the reply fails."""
         reply = Reply(self)
         with self._sending:
             deadline = time.monotonic() + self._timeout_seconds
@@ -115,7 +116,7 @@ class SocketClient:
                         frame = frame[self._connection.send(frame) :]
                     except BlockingIOError:  # the worker always has a thread that reads
                         if not self._writable.poll(_milliseconds_to(deadline)):
-                            raise TimeoutError(self._describe_timeout()) from None
+                            raise TimeoutError(self._timeout_text) from None
             except OSError as error:
                 self._fail(first_line(error))
         return reply
@@ -136,7 +137,7 @@ class SocketClient:
                 if reply.is_done or self._read():
                     continue
                 if not self._readable.poll(_milliseconds_to(deadline)):
-                    reply.complete((), self._describe_timeout())
+                    reply.complete((), self._timeout_text)
 
     def _read(self) -> bool:
         """Read the bytes that have arrived; return whether bytes or the end of the connection arrived."""
@@ -166,9 +167,6 @@ class SocketClient:
             reply = self._open.pop(number, None)
             if reply is not None:
                 reply.complete((), self._failure)
-
-    def _describe_timeout(self) -> str:
-        return f"no response for {self._timeout_seconds:g} s"
 
     def close(self) -> None:
         """Close the connection; open calls fail."""
@@ -266,7 +264,6 @@ class SocketServer:
                 os.eventfd_write(self._wake, 1)
 
     def _send_unsent(self) -> None:
-        """Send buffered bytes, as many as the kernel accepts."""
         with self._sending:
             with memoryview(self._unsent) as unsent:
                 sent = self._send(unsent)
