@@ -27,8 +27,7 @@ import hybrid
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.deltas import DeltaChain, open_delta, read_changes
 from hybrid.config import ColumnSection, RunConfig, TableSection
-from hybrid.config.validation import check_rules
-from hybrid.errors import CheckpointError, ConfigError
+from hybrid.errors import CheckpointError
 from hybrid.inference import table_export
 from hybrid.inference.trained_module import TrainedModule
 from hybrid.loggers.record_file import METRICS_FILE, read_records
@@ -295,20 +294,3 @@ def test_event_time_writes_deltas_after_the_same_steps(clusters: Clusters, tmp_p
         # The first one after each start is a checkpoint.
         assert {*steps["delta"], *steps["checkpoint"]} == expected | {7, 14, 20}
         assert len(steps["checkpoint"]) <= 4 + len(stops)
-
-
-STREAM = {"format": "csv", "path": ("x.csv",), "sparse": ("user",), "vocabulary": "grow", "stream": "files"}
-
-
-@pytest.mark.parametrize(
-    ("deltas", "data"),
-    [
-        *((text, {}) for text in ("every(rows = 3)", "every(steps = 0, seconds = 0)", "every(-1)", "all")),
-        ("every(event_seconds = 60)", {}),
-        ("every(event_seconds = 60)", STREAM),
-        ("every(event_seconds = 0)", {**STREAM, "stream": "files(time = 'at')"}),
-    ],
-)
-def test_invalid_deltas_name_their_key(deltas: str, data: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.deltas"):
-        check_rules(small_config(data=data, train={"epochs": 1}, checkpoint={"deltas": deltas}))

@@ -13,6 +13,10 @@ DATA = ["data.format=csv", "data.path=x.csv", "data.dense=price", 'data.sparse=[
 DATA += ["data.multi_hot_separator=|", "data.vocabulary=build(3)"]
 ALL_ROWS = "adam(all_rows = true)"
 VALUES = {
+    "checkpoint.deltas": (
+        *("every(rows = 3)", "every(steps = 0, seconds = 0)", "every(-1)", "all"),
+        "every(event_seconds = 60)",
+    ),
     "cluster.loggers": ("tensorbord", '["mlflow", "my_module"]', "mlflow(1)", "1"),
     "columns.age.kind": (
         *("bucket", "hour(1)", "buckets", "buckets(x)", "buckets(1, 5, 2.5)", "buckets(1, 1)"),
@@ -26,7 +30,6 @@ VALUES = {
         for moments in ("", "2", "std = 2", "2, std = 0", "2, std = -1", "nan, std = 1", "x, std = 1")
     ),
     "columns.price.vocabulary": ("hash",),
-    "checkpoint.deltas": ("every(seconds = 0)", "every(event_seconds = 60)"),
     "data.delimiter": ("",),
     "data.dense": ("label",),
     "data.format": ("tsv",),
@@ -151,6 +154,8 @@ OF_STREAMS = [
     ("data.group=user + tasks.s.ranking_loss=pairwise", "tasks.s.ranking_loss"),
     ("data.format=criteo + data.vocabulary=build", "data.vocabulary"),
     ("columns.user.vocabulary=build", "columns.user.vocabulary"),
+    ("checkpoint.deltas=every(event_seconds = 60)", "checkpoint.deltas"),
+    ("data.stream=files(time = 'at') + checkpoint.deltas=every(event_seconds = 0)", "checkpoint.deltas"),
 ]
 KAFKA = [*STREAM, 'data.columns=["label", "price", "user"]', "data.path=[]", "data.shuffle=none"]
 KAFKA += ["data.stream=kafka(brokers = 'a:1', topic = 'b')"]
