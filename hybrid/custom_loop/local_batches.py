@@ -512,7 +512,7 @@ class PreparedData(EncodedData):
             least=1,
             drop_last=slicing.drop_last,
         )
-        with loader.batches(epoch, first_sample=first_sample) as stream:
+        with loader.batches(epoch, first_sample) as stream:
             for batch in stream:
                 yield LocalBatch(self.columns_of(batch), batch.local_size, batch.global_size, slicing)
 

@@ -19,8 +19,7 @@ from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.data.batches import BatchStream
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.data.parse.input_files import check_unchanged
-from hybrid.data.stream.stream_cursor import StreamCursor
-from hybrid.data.stream.stream_source import Reader, open_reader
+from hybrid.data.stream.stream_cursor import Reader, StreamCursor, open_reader
 from hybrid.data.stream.units import LanePosition, StreamUnit, with_scaling_of
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.engine.uneven_batches import align_batches
@@ -120,7 +119,7 @@ class StreamData(EncodedData):
     def end(self) -> None:
         """End the stream; DataError if it must not end here."""
         cursor = self._cursor
-        if self._trainer == 0 and (left := cursor.source.end(cursor.unit, cursor.last)):
+        if self._trainer == 0 and (left := cursor.source.end(cursor.unit or cursor.last)):
             self._backend.warn(left)
         if self._reader is not None:
             self._end_unit()

@@ -22,6 +22,7 @@ from hybrid.errors import ConfigError, DataError
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 READ_TIMEOUT_SECONDS = 120.0
+READ_AHEAD = 2  # batches that a trainer's thread reads before they are used
 JOIN_TIMEOUT_SECONDS = 5.0
 CHUNK_ROWS = 4096
 WINDOW_CHUNKS = 256
@@ -42,9 +43,7 @@ def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedData
 def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
     """Raise DataError if the rows are not ordered by group, or a group is larger than a batch."""
     if dataset.group_starts is None:
-        raise DataError(
-            "batches of complete groups need training rows, data.group, and a folder as data.cache_folder"
-        )
+        raise DataError("batches of complete groups need training rows and data.group")
     largest = int(np.diff(dataset.group_starts).max(initial=0))
     if largest > batch_size:
         raise DataError(
@@ -64,6 +63,9 @@ class BatchLoader:
     With ``by_group``, ``order`` is an order of complete groups. The last sample of a group determines the
     step and the slice of the group. The number of steps is the same as without groups, and no step is empty.
     The sizes of steps and slices may differ by a group, and a slice may be empty.
+
+    Raises:
+        DataError: groups cannot stay complete (:func:`check_group_sizes`), or are to be shuffled by lanes.
     """
 
     dataset: PreparedDataset
@@ -76,8 +78,8 @@ class BatchLoader:
     shuffle: bool = False  # whether to draw a new order each epoch; otherwise rows come in file order
     lanes: int = 0  # the number of lanes of the shuffle (ShuffledOrder); 0 for none
     by_group: bool = False  # whether groups stay complete
-    least: int = 0  # number of samples of a slice; a smaller one is padded with other samples of the batch
-    drop_last: bool = False
+    least: int = 0  # minimum size of a slice; a smaller one is padded with other samples of the step
+    drop_last: bool = False  # whether to leave out the samples of a smaller last step
 
     def __post_init__(self) -> None:
         if self.by_group:
@@ -85,20 +87,15 @@ class BatchLoader:
                 raise DataError("complete groups are not shuffled by lanes: set data.shuffle to rows")
             check_group_sizes(self.dataset, self.batch_size)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of steps that read every sample once."""
-        return -(-self.dataset.num_samples // self.batch_size)
-
-    def batches(self, epoch: int, first_step: int = 0, first_sample: int = 0) -> BatchStream:
-        """Return the batches of an epoch from ``first_step`` on; the caller closes the stream.
+    def batches(self, epoch: int, first: int = 0) -> BatchStream:
+        """Return this trainer's slices of the steps of an epoch; the caller closes the stream.
 
         Args:
-            first_sample: position of the first sample to read, if it is within the first batch.
+            first: position of the first sample to read, in the order of the epoch. If it is not the first
+                sample of a step, this step is smaller.
         """
         size, end = self.batch_size, self.dataset.num_samples
         end -= end % size if self.drop_last else 0
-        first = max(first_step * size, first_sample)
         ranges = pairwise([first, *range(first - first % size + size, end, size), end] if first < end else [])
         steps: Iterator[tuple[Rows, Rows | None]]
         if self.by_group:
@@ -129,12 +126,12 @@ class BatchLoader:
             )
 
     def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:
-        """Return the order of ``number`` rows or groups, which returns the rows between two positions."""
+        """Return a function from two positions of the epoch to the rows, or groups, between them."""
         return ShuffledOrder(number, self.seed, epoch, self.lanes).indices if self.shuffle else np.arange
 
 
 class GroupedOrder:
-    """The rows of a split in an order of its groups; the memory is 16 bytes per group.
+    """The rows of a split by group, for an order of the groups; takes 16 bytes of memory per group.
 
     ::
 
@@ -155,29 +152,30 @@ class GroupedOrder:
         self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
 
     def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows, and the ends, of the groups whose last row is in ``start`` .. ``stop`` - 1."""
+        """Return the rows of a step, and the end of each of its groups in these rows.
+
+        The groups of a step have their last rows at the positions ``start`` .. ``stop`` - 1 of the epoch.
+        """
         first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
         positions_B, sizes = positions(self._starts_G1, self._groups_G[first:last])
         return self._rows_N[positions_B], sizes.cumsum()
 
 
 class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
-    """Batches that a thread reads, at most ``depth`` ahead of the consumer.
+    """Batches that a thread reads from a generator, at most ``READ_AHEAD`` before they are used.
 
-    ``next`` raises an error of the thread. ``close`` ends the thread without reading further batches. The
-    thread closes the generator.
+    ``next`` raises the error of the generator, or DataError if no batch arrives in 120 s. After an error,
+    there are no further batches. The thread closes the generator.
 
     Args:
-        is_over: set by ``close``, for a generator that waits.
+        is_over: an event that ``close`` sets, for a generator that waits for rows: it must then end.
     """
 
-    def __init__(
-        self, batches: Generator[Batch, None, None], depth: int = 2, is_over: threading.Event | None = None
-    ) -> None:
+    def __init__(self, batches: Generator[Batch, None, None], is_over: threading.Event | None = None) -> None:
         self._batches = batches
         self._is_over = is_over or threading.Event()
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
-        self._free = threading.Semaphore(depth)
+        self._free = threading.Semaphore(READ_AHEAD)
         self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
         self._thread.start()
 
@@ -197,7 +195,7 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
         raise item
 
     def close(self) -> None:
-        """End the reading thread; there are no further batches."""
+        """Stop the thread after the batch that it reads, for which this waits 5 s; discard read batches."""
         self._is_over.set()
         self._free.release()
         self._thread.join(timeout=JOIN_TIMEOUT_SECONDS)

@@ -20,7 +20,7 @@ from hybrid.config.data_sections import GROW
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.preparation import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
-from hybrid.data.stream.stream_source import open_source
+from hybrid.data.stream.stream_cursor import open_source
 from hybrid.data.stream.units import fit_on_blocks
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_ids, bytes_per_row, unpooled_ids

@@ -20,7 +20,7 @@ from hybrid.data.batches import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
-from hybrid.data.stream.stream_source import Reader, open_reader
+from hybrid.data.stream.stream_cursor import Reader, open_reader
 from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.dense.dense_optimizer import DenseOptimizer
@@ -152,7 +152,8 @@ class Trainer:
         """
         if self._stream is None or self._position != (epoch, first_step):
             self.close()
-            self._stream = self._loaders[TRAIN].batches(epoch, first_step)
+            loader = self._loaders[TRAIN]
+            self._stream = loader.batches(epoch, first_step * loader.batch_size)
             self._engine.feed.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
         return self._train(num_steps)
@@ -235,10 +236,10 @@ class Trainer:
     def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
         """Return this trainer's predictions for ``num_steps`` (at least 1) batches of a split."""
         module = self._engine.model.module
-        parts = []
+        parts, loader = [], self._loaders[split]
         clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
-        with self._loaders[split].batches(0, first_step) as stream, evaluating(module):
+        with loader.batches(0, first_step * loader.batch_size) as stream, evaluating(module):
 
             def outputs_of(batch: Batch) -> Tensor:
                 lookup = self._embeddings.lookup(batch.sparse_features, ticket)

@@ -104,7 +104,7 @@ class StreamSession(DatasetSession):
             arguments = unit, self.encoder, step
             self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.open_unit, *arguments)
         if cursor.is_over:
-            if left := cursor.source.end(cursor.unit, cursor.last):
+            if left := cursor.source.end(cursor.unit or cursor.last):
                 self._warn(left)
             if cursor.unit is not None:
                 self._end_unit(cursor.unit)

@@ -31,7 +31,7 @@ from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
-from hybrid.data.stream.stream_source import open_reader
+from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import TableSpec

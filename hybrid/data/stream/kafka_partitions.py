@@ -112,7 +112,8 @@ class Topic:
     """A topic as the source of a stream: its partitions, and the offsets that they have; see :class:`Files`.
 
     Raises:
-        ConfigError: there are fewer partitions than trainers, or more than rows in a step.
+        ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, or there are fewer
+            partitions than trainers, or more than rows in a step.
         DataError: the topic does not exist, or no broker responds.
     """
 
@@ -133,11 +134,12 @@ class Topic:
 
     def find(self, last: StreamUnit | None) -> StreamUnit:
         """Return the topic where a new run starts, or where the unit ``last`` ended for lack of rows."""
-        is_latest = self._config.data.stream_call["start"] == "latest"
-        edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
-        offsets = () if last else tuple(self._edges(edge, self._count_partitions()))
-        unit = last or StreamUnit(0, self.name, (), offsets=offsets)
-        return replace(unit, side_files=find_side_files(self._config.data))
+        if last is None:
+            is_latest = self._config.data.stream_call["start"] == "latest"
+            edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
+            offsets = tuple(self._edges(edge, self._count_partitions()))
+            last = StreamUnit(0, self.name, (), offsets=offsets)
+        return replace(last, side_files=find_side_files(self._config.data))
 
     def count_rows(self, unit: StreamUnit) -> list[int]:
         """Return the number of offsets from the position on that each partition has.
@@ -163,7 +165,7 @@ class Topic:
         return min(found // of_step for found, of_step in rows)
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the rows of the first steps: about 262,144 rows, or one step."""
+        """Yield the rows of the first steps: about 262,144, or those of one; see :meth:`Files.sample`."""
         if unit is None or not (num_ready := self.count_steps(unit)):
             raise DataError(f"{self.name}: too few rows for the first step; check data.stream")
         config, partitions = self._config, range(len(unit.offsets))
@@ -177,8 +179,9 @@ class Topic:
     def wait_hours(self, last: StreamUnit | None) -> float:
         return float(self._config.data.stream_call["wait_hours"])
 
-    def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
-        if unit is None or not any(rows := self.count_rows(unit)):
+    def end(self, at: StreamUnit | None) -> str:
+        """Return a warning if rows are left that make no complete step; see :meth:`Files.end`."""
+        if at is None or not any(rows := self.count_rows(at)):
             return ""
         behind = min(range(len(rows)), key=rows.__getitem__)
         left = f"{sum(rows):,} row(s) are left for a later run"

@@ -1,4 +1,7 @@
-"""The position in a stream, and the wait for its next rows, of configured runs and of custom loops."""
+"""The position in a stream, and the wait for its next rows, of configured runs and of custom loops.
+
+The source of a stream is files and folders, or a Kafka topic. Each kind has its own reader.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
@@ -15,9 +18,9 @@ from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics
 from hybrid.data.parse.input_files import find_side_files
-from hybrid.data.stream.kafka_partitions import advance
-from hybrid.data.stream.stream_source import open_source
-from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks, stream_layout
+from hybrid.data.stream.kafka_partitions import PartitionReader, Topic, advance
+from hybrid.data.stream.lanes import LaneReader
+from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import CheckpointError
 from hybrid.storage.file_formats import parse_fields
@@ -26,6 +29,22 @@ STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
 _UNREPORTED_SECONDS = 2.0  # of a wait
 _SLEEP_SECONDS = 0.1
 _NO_TIME = -sys.float_info.max  # lower than any event time, but finite, as JSON requires
+
+Source: TypeAlias = Files | Topic
+Reader: TypeAlias = LaneReader | PartitionReader
+
+
+def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
+    """Return the source of a stream, as the master sees it; see :class:`Files` and :class:`Topic`."""
+    return Topic(config) if config.data.is_topic else Files(config, warn)
+
+
+def open_reader(
+    config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
+) -> Reader:
+    """Return the reader of one trainer, from the position of ``unit`` on."""
+    kind = PartitionReader if config.data.is_topic else LaneReader
+    return kind(config, encoder, unit, trainer, num_trainers)
 
 
 class StreamCursor:
@@ -36,7 +55,8 @@ class StreamCursor:
         report: receives what the run waits for or reads.
 
     Raises:
-        ConfigError: there are more trainers than partitions of a topic.
+        ConfigError: a topic does not fit the configuration; see :class:`Topic`.
+        DataError: a topic does not exist, or no broker responds.
 
     Attributes:
         source: finds units.
@@ -142,19 +162,19 @@ class StreamCursor:
         if self.unit is not None and positions:
             self.unit = replace(self.unit, lanes=tuple(positions[lane] for lane in sorted(positions)))
 
-    def add_invalid_rows(self, found: Sequence[InvalidRowReport]) -> None:
-        """Add the invalid rows of the unit, by trainer; warn if there are further ones."""
+    def add_invalid_rows(self, reports: Sequence[InvalidRowReport]) -> None:
+        """Update ``bad_rows`` from each trainer's report of the unit; warn if there are further rows."""
         assert self.unit is not None
-        of_unit = InvalidRowReport.merge(found)
+        of_unit = InvalidRowReport.merge(reports)
         bad_rows = InvalidRowReport.merge([self._bad_rows_before, of_unit])
         if bad_rows.total > self.bad_rows.total:
             skipped = f"skipped {of_unit.total:,} invalid row(s), such as {of_unit.examples[0]}"
             self._warn(f"{self.unit.name}: {skipped}")
         self.bad_rows = bad_rows
 
-    def end_unit(self, invalid_rows: Sequence[InvalidRowReport]) -> None:
-        """End the unit, all of whose rows are read."""
-        self.add_invalid_rows(invalid_rows)
+    def end_unit(self, reports: Sequence[InvalidRowReport]) -> None:
+        """End the unit, with each trainer's report of its invalid rows."""
+        self.add_invalid_rows(reports)
         self._bad_rows_before = self.bad_rows
         self.last, self.unit, self.num_ready = self.unit, None, 0
 
@@ -165,7 +185,12 @@ class StreamCursor:
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 
     def restore(self, stored: Checkpoint) -> None:
-        """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream."""
+        """Continue where a checkpoint was taken, with the present files of side tables.
+
+        Raises:
+            CheckpointError: the checkpoint has no position in a stream.
+            DataError: a side table has no files.
+        """
         try:
             position = stored.manifest.progress[STREAM]
             units = (position["unit"], position["last"])

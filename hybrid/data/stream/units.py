@@ -53,7 +53,7 @@ class LanePosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamUnit:
-    """A unit, and the position in it."""
+    """A unit of a stream (a file, a folder, or a Kafka topic), and the position in it."""
 
     path_index: int  # of the element of data.path that names the unit
     name: str  # the path of the unit
@@ -130,7 +130,12 @@ class Files:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of up to 32 segments, evenly spread; DataError if no row is valid."""
+        """Yield the first block of up to 32 segments, evenly spread.
+
+        Raises:
+            ConfigError: a file lacks a column.
+            DataError: there is no unit, or a file cannot be read, or no row is valid.
+        """
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
@@ -139,6 +144,7 @@ class Files:
         for index in np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int)).tolist():
             for table in islice(read_segment(segments[index], layout, BLOCK_ROWS, BLOCK_BYTES), 1):
                 block, invalid = parse(segments[index].path, table, layout)
+                # With one path for all, only a sample without any valid row is an error.
                 log.add(segments[0].path, len(block.source_rows_B), invalid)
                 yield block
         log.check_file()
@@ -148,13 +154,14 @@ class Files:
         is_last = last is not None and last.name == self._until
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
-    def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
-        """Check that the stream may end after ``last``, the last unit that was read; return no warning.
+    def end(self, at: StreamUnit | None) -> str:
+        """End the stream at ``at``, the unit that was read last; return a warning, or an empty text.
 
-        DataError if ``data.stream`` names a later last unit, which was not complete in time.
+        Raises:
+            DataError: ``until`` of data.stream names a later unit, which was not complete in time.
         """
-        if self._until and last is not None and last.name != self._until:
-            late = f"the unit after {last.name} was not complete within {self.wait_hours(last):g} hours"
+        if self._until and at is not None and at.name != self._until:
+            late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
         return ""
 

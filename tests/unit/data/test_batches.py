@@ -17,7 +17,14 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures, slice_bounds
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.batches import BatchLoader, BatchStream, GroupedOrder, ShuffledOrder, check_ranking_losses
+from hybrid.data.batches import (
+    READ_AHEAD,
+    BatchLoader,
+    BatchStream,
+    GroupedOrder,
+    ShuffledOrder,
+    check_ranking_losses,
+)
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.errors import ConfigError, DataError
 
@@ -35,7 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
 
 
 def rows_of(loader: BatchLoader, epoch: int, first_step: int = 0) -> list[list[int]]:
-    with loader.batches(epoch, first_step) as stream:
+    with loader.batches(epoch, first_step * loader.batch_size) as stream:
         return [batch.dense_features[:, 0].int().tolist() for batch in stream]
 
 
@@ -62,7 +69,7 @@ def test_epoch_can_start_at_any_step(dataset: PreparedDataset) -> None:
     by_lanes = dataclasses.replace(loader, lanes=8)
     assert rows_of(by_lanes, epoch=1) != whole
     assert rows_of(by_lanes, epoch=1, first_step=9) == rows_of(by_lanes, epoch=1)[9:]
-    assert rows_of(loader, epoch=1, first_step=loader.steps_per_epoch) == []
+    assert rows_of(loader, epoch=1, first_step=16) == []
     assert rows_of(loader, epoch=0) != whole
     in_order = BatchLoader(dataset, batch_size=64)
     assert rows_of(in_order, epoch=0) == rows_of(in_order, epoch=1)
@@ -72,7 +79,7 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "batch reader"]
 
 
-def stream_of(read: Callable[[int], object], num_steps: int, depth: int) -> BatchStream:
+def stream_of(read: Callable[[int], object], num_steps: int) -> BatchStream:
     """Return a stream of batches; ``read`` is called before each."""
 
     def batches() -> Generator[Batch, None, None]:
@@ -81,7 +88,7 @@ def stream_of(read: Callable[[int], object], num_steps: int, depth: int) -> Batc
             sparse = SparseFeatures(torch.tensor([step]), None, None, 1)
             yield Batch(torch.zeros(1, 0), sparse, torch.zeros(1), 1)
 
-    return BatchStream(batches(), depth)
+    return BatchStream(batches())
 
 
 def test_reading_error_is_raised_with_its_batch() -> None:
@@ -90,7 +97,7 @@ def test_reading_error_is_raised_with_its_batch() -> None:
             raise OSError("the disk is gone")
 
     others = reader_threads()  # of earlier tests in this process
-    stream = stream_of(read, 10, depth=5)
+    stream = stream_of(read, 10)
     assert [next(stream).sparse_features.ids_L.item() for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="disk"):
         next(stream)
@@ -100,27 +107,27 @@ def test_reading_error_is_raised_with_its_batch() -> None:
 
 
 def test_prefetch_is_bounded() -> None:
-    depth, num_taken, ahead = 3, 0, []
+    num_taken, ahead = 0, []
     full = threading.Event()
 
     def read(step: int) -> None:
         ahead.append(step - num_taken)
-        if step == depth - 1:
+        if step == READ_AHEAD - 1:
             full.set()
 
-    with stream_of(read, 50, depth) as stream:
+    with stream_of(read, 50) as stream:
         assert full.wait(10)
         for _ in range(50):
             num_taken += 1
             next(stream)
-    assert max(ahead) == depth - 1
+    assert max(ahead) == READ_AHEAD - 1
 
 
 def test_hanging_reader_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hybrid.data.batches.READ_TIMEOUT_SECONDS", 0.05)
     monkeypatch.setattr("hybrid.data.batches.JOIN_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
-    stream = stream_of(lambda step: release.wait(10), 1, depth=1)
+    stream = stream_of(lambda step: release.wait(10), 1)
     with pytest.raises(Exception, match=r"data\.cache_folder"):
         next(stream)
     release.set()
@@ -257,7 +264,7 @@ def test_steps_by_group_are_equal_for_any_number_of_trainers(tmp_path: Path) -> 
     dataset, _ = prepared(config_of(tmp_path, users), tmp_path / "cache")
     loader = BatchLoader(dataset, batch_size=32, seed=5, shuffle=True, by_group=True)
     alone = rows_of(loader, epoch=1)
-    assert len(alone) == loader.steps_per_epoch == 7
+    assert len(alone) == 7
     assert rows_of(loader, epoch=1, first_step=3) == alone[3:]
     assert rows_of(loader, epoch=0) != alone
     in_order = rows_of(BatchLoader(dataset, batch_size=32, by_group=True), epoch=1)

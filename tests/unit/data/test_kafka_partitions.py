@@ -18,7 +18,7 @@ from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.column_check import check_columns
 from hybrid.data.stream.kafka_partitions import Topic, advance
-from hybrid.data.stream.stream_source import open_reader
+from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit, fit_on_blocks
 from hybrid.errors import ConfigError, DataError
 
