@@ -94,7 +94,15 @@ class DataManifest:
 
     @classmethod
     def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
-        """Read a manifest. DataError, with the advice ``rule``, if it is invalid or of another version."""
+        """Read a manifest.
+
+        Args:
+            rule: advice for the message about a manifest of another version of this program.
+
+        Raises:
+            DataError: the manifest is missing, invalid, or of another version.
+            StorageError: a store refuses the request.
+        """
         try:
             content = parse_json(read_bytes(path))
             if content.pop("format") != FORMAT_VERSION:

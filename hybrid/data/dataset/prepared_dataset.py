@@ -1,7 +1,7 @@
 """A prepared data set on disk: its arrays, and batches of its rows.
 
 A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (feature_encoder.py),
-``vocabularies.parquet`` (vocabulary.py), and a folder for each split, of plain ``.npy`` files::
+``vocabularies.parquet`` (vocabulary_file.py), and a folder for each split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features with exactly one id per sample; int64 if one of them grows
@@ -67,7 +67,7 @@ class PreparedDataset:
         try:
             manifest = DataManifest.read(folder / FILE_NAME)
             manifest.check(folder, split)
-            arrays = map_arrays(folder, manifest, split)
+            arrays = map_split(folder, manifest, split)
         except DataError as error:
             raise DataError(f"{error}; delete {folder} to prepare it again") from error
         self.folder = folder
@@ -123,7 +123,7 @@ class PreparedDataset:
         return block_batch(self._samples.take(rows), self.input_spec)._replace(global_size=global_size)
 
 
-def map_arrays(folder: Path, manifest: DataManifest, split: str) -> Arrays:
+def map_split(folder: Path, manifest: DataManifest, split: str) -> Arrays:
     """Map all arrays of a split into memory, by name; DataError if one is missing or has a wrong form."""
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
@@ -207,7 +207,7 @@ class SplitPosition(NamedTuple):
 
 
 class LabelSums(NamedTuple):
-    """Sums of the labels of T tasks; each sum is over the samples of a block with a weight for the task."""
+    """Statistics of the labels of T tasks: for each task, of the samples of a block with a weight above 0."""
 
     counts_T: npt.NDArray[np.int64]
     sums_T: npt.NDArray[np.float64]
@@ -278,7 +278,11 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
 
 
 class SplitWriter:
-    """Writes samples into the arrays of a split, from ``start`` on; sums labels by block."""
+    """Writes blocks of samples into the arrays of a split, from ``start`` on.
+
+    Attributes:
+        label_sums: the sums of the labels of each block.
+    """
 
     def __init__(self, arrays: Arrays, spec: InputSpec, start: SplitPosition) -> None:
         self._arrays = arrays
@@ -307,9 +311,9 @@ class SplitWriter:
 
 
 def write_group_order(split: Path) -> None:
-    """Write the numbers of a complete split's rows, sorted by group, and where each group starts.
+    """Write ``group_rows.npy`` and ``group_starts.npy`` of a complete split; do nothing without groups.
 
-    Groups are in the order of their first rows. Without groups, this does nothing. Takes 40 bytes per row.
+    Groups are in the order of their first rows. This takes 40 bytes of memory per row.
     """
     if not (split / "groups.npy").exists():
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, vocabulary_path
+from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE
 from hybrid.config.data_sections import GROW, TRANSFORMS
-from hybrid.data.encode.vocabulary_file import VocabularyFile, open_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary_file import find_vocabularies, open_vocabularies, write_vocabularies
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.canonical import compute_keys, hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
@@ -32,7 +31,7 @@ from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.file_formats import parse_fields, parse_json
-from hybrid.storage.files import compute_checksum, exists, read_text, write_bytes
+from hybrid.storage.files import compute_checksum, read_text, write_bytes
 from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
@@ -123,16 +122,14 @@ class SparseEncoding:
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
     def encode(self, column: pa.Array) -> Ids | EncodedBags:
-        """Return the table rows, or keys, of a column of a ``RawBlock``; integers are already rows."""
+        """Return the table rows, or keys, of a column of a ``RawBlock``; integers are already that."""
         if self.vocabulary == "buckets":
             numbers_B = column.to_numpy(zero_copy_only=False)
             rows_B = 1 + np.searchsorted(np.array(self.bounds), numbers_B, side="right")
             return np.where(np.isnan(numbers_B), 0, rows_B).astype(np.int32)
-        if pa.types.is_integer(column.type):
-            keys_B: Ids = np.asarray(column.fill_null(0))
-            return EncodedBags.of(keys_B, np.asarray(column.is_valid())) if self.multi_hot else keys_B
         if not is_list(column):
-            ids_B = self._encode_flat(column)
+            is_encoded = pa.types.is_integer(column.type)
+            ids_B: Ids = np.asarray(column.fill_null(0)) if is_encoded else self._encode_flat(column)
             return EncodedBags.of(ids_B, np.asarray(column.is_valid())) if self.multi_hot else ids_B
         ids_L = self._encode_flat(column.flatten())
         offsets = np.asarray(column.offsets).astype(np.int64)
@@ -288,7 +285,7 @@ class FeatureEncoder:
         try:
             sha256, known = content.get("vocabularies"), list[Vocabulary]()
             if with_values and sha256 is not None:
-                with _open_vocabularies(folder, sha256) as file:
+                with open_vocabularies(folder, sha256) as file:
                     known = file.read_all()
             dense = tuple(parse_fields(DenseEncoding, d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known if with_values else None) for s in content["sparse"])
@@ -296,7 +293,7 @@ class FeatureEncoder:
                 math.isfinite(n) for each in dense for n in (each.shift, each.scale, each.missing)
             )
             is_scale = all(each.scale > 0 and each.transform in TRANSFORMS for each in dense)
-            if not is_finite or not is_scale or not all(map(_is_valid_sparse, sparse)):
+            if not is_finite or not is_scale:
                 raise TypeError("a value is invalid")
         except (TypeError, AttributeError, KeyError, IndexError) as error:
             raise DataError(f"{path}: does not define the encoding of columns ({error!r})") from error
@@ -308,7 +305,7 @@ def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeS
     """Open the values of a column of vocabulary "build" of an encoder, in blocks; value i has row i + 1."""
     content = _read_json(folder / FILE_NAME)
     index = next(each["values"] for each in content["sparse"] if each["name"] == column)
-    with _open_vocabularies(folder, content["vocabularies"]) as file:
+    with open_vocabularies(folder, content["vocabularies"]) as file:
         yield file.blocks(index)
 
 
@@ -360,7 +357,7 @@ def report_unknown(
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
     """Map the name of the vocabulary file to its path, if the encoder has one; DataError if it is missing."""
     sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
-    return {} if sha256 is None else {f"{sha256}.parquet": _find_vocabularies(folder, sha256)}
+    return {} if sha256 is None else {f"{sha256}.parquet": find_vocabularies(folder, sha256)}
 
 
 def _read_json(path: StoragePath) -> dict[str, Any]:
@@ -372,45 +369,28 @@ def _read_json(path: StoragePath) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
-    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise TypeError("vocabularies must be a checksum")
-    name = f"{sha256}.parquet"
-    beside, of_run = folder / VOCABULARIES_FILE, vocabulary_path(folder.absolute(), name)
-    for path in (beside, of_run):
-        if exists(path):
-            return path
-    rule = f"copy {name} there from the folder vocabularies of the run"
-    raise DataError(f"{beside}: the vocabularies are neither here nor in {of_run.parent}; {rule}")
-
-
-@contextmanager
-def _open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFile]:
-    file = _find_vocabularies(folder, sha256)
-    is_of_run = file.name != VOCABULARIES_FILE
-    with open_vocabularies(file, sha256, file.parent.parent if is_of_run else None) as opened:
-        yield opened
-
-
 def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
-    """Create an encoding from JSON, in which a vocabulary is an index into ``known``, or null."""
+    """Create an encoding from JSON, in which a vocabulary is an index into ``known``; TypeError if invalid.
+
+    If ``known`` is None, the encoding has no values.
+    """
     index = content.pop("values")
     if index is not None and (type(index) is not int or index < 0):
         raise TypeError("values must be the index of a vocabulary")
     encoding: SparseEncoding = parse_fields(SparseEncoding, content)
     if (index is None) == (encoding.vocabulary == "build"):
         raise TypeError("vocabulary build has values, and no other has")
-    return encoding if index is None or known is None else replace(encoding, values=known[index])
-
-
-def _is_valid_sparse(encoding: SparseEncoding) -> bool:
-    """Return whether values that come from a file make an encoding."""
+    if index is not None and known is not None:
+        encoding = replace(encoding, values=known[index])
     num_values = len(encoding.values or ())
     minima = {"build": 1 + num_values, "hash": 2, "identity": 1, "buckets": 2 + len(encoding.bounds), GROW: 0}
-    return (
+    is_valid = (
         minima.get(encoding.vocabulary, 1 << 31) <= encoding.num_rows <= np.iinfo(np.int32).max
         and encoding.is_growing == (encoding.num_rows == 0)
         and all(map(math.isfinite, encoding.bounds))
         and all(low < high for low, high in pairwise(encoding.bounds))
         and (encoding.multi_hot or not encoding.weighted)
     )
+    if not is_valid:
+        raise TypeError("a value is invalid")
+    return encoding

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, vocabulary_path
 from hybrid.data.parse.parquet_blocks import MAX_VALUES_PER_BYTE, check_claimed_sizes
 from hybrid.data.values.vocabulary import Vocabulary
 from hybrid.errors import DataError
 from hybrid.storage.file_formats import parse_json
-from hybrid.storage.files import compute_checksum, local_copy
+from hybrid.storage.files import compute_checksum, exists, local_copy
 from hybrid.storage.remote_path import StoragePath
 
 _COLUMN, _SIZES = "value", b"sizes"
@@ -73,19 +76,33 @@ class VocabularyFile:
             start = self._starts[group]
 
 
-@contextmanager
-def open_vocabularies(
-    path: StoragePath, sha256: str, root: StoragePath | None = None
-) -> Iterator[VocabularyFile]:
-    """Open the file that ``write_vocabularies`` wrote.
+def find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
+    """Return the vocabulary file of an encoder: in its folder, or in the folder ``vocabularies`` of the run.
 
-    Args:
-        sha256: the expected checksum of the file.
-        root: see :func:`hybrid.storage.files.open_reader`.
+    Raises:
+        DataError: the file is missing.
+        TypeError: ``sha256`` is no checksum.
+    """
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise TypeError("vocabularies must be a checksum")
+    name = f"{sha256}.parquet"
+    beside, of_run = folder / VOCABULARIES_FILE, vocabulary_path(folder.absolute(), name)
+    for path in (beside, of_run):
+        if exists(path):
+            return path
+    rule = f"copy {name} there from the folder vocabularies of the run"
+    raise DataError(f"{beside}: the vocabularies are neither here nor in {of_run.parent}; {rule}")
+
+
+@contextmanager
+def open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFile]:
+    """Open the vocabulary file of the encoder in ``folder``; see :func:`find_vocabularies`.
 
     Raises:
         DataError: the file is missing, has another checksum, or claims more values than it can hold.
     """
+    path = find_vocabularies(folder, sha256)
+    root = None if path.name == VOCABULARIES_FILE else path.parent.parent
     with ExitStack() as stack:
         with _reading(path):
             local = stack.enter_context(local_copy(path, sha256, root=root))

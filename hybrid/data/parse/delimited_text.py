@@ -10,6 +10,7 @@ import gzip
 import io
 import os
 import select
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,18 +55,30 @@ _NOT_TEXT = (b"PK\x03\x04", b"\xfd7zXZ", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 
 
 def read_lines(
-    path: StoragePath, chunks: Iterator[bytes], layout: Layout, *, is_start: bool = True
+    path: StoragePath, layout: Layout, start: int, stop: int | None, block_bytes: int
 ) -> Iterator[TableBlock]:
     """Yield the required columns of a segment of a text file; its lines are numbered from 1.
 
     Args:
-        chunks: the bytes of the segment. It starts and ends at results of :func:`find_record_start`, or at an
-            end of the file.
-        is_start: whether the segment is at the start of the file.
+        start, stop: the bytes of the segment: results of :func:`find_record_start`, or 0 and None for the
+            start and the end of the file.
+        block_bytes: bytes of a read; lines that end in them are a block.
     """
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
-    yield from _parse_blocks(path, head, _cut_to_lines(path, chunks, is_start, layout), layout, is_start)
+    chunks = _read_range(path, start, stop, block_bytes)
+    yield from _parse_blocks(path, head, _cut_to_lines(path, chunks, not start, layout), layout, not start)
+
+
+def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> Iterator[bytes]:
+    """Yield the bytes of a range, at most ``size`` at a time; only plain text has a start after 0."""
+    rest = sys.maxsize if stop is None else stop - start
+    with open_text(path) as file:
+        if start:
+            file.seek(start)
+        while chunk := file.read(min(size, rest)):
+            rest -= len(chunk)
+            yield chunk
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:

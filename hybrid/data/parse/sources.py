@@ -6,7 +6,6 @@ row groups of Parquet, or a complete compressed file. The cuts depend only on th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -148,20 +147,10 @@ def read_segment(
         ConfigError: the file lacks a column.
         DataError: the file cannot be read, has a line of more than 16 MiB, or false sizes in metadata.
     """
+    path, start, stop = segment.path, segment.start, segment.stop
     if layout.data.format == "parquet":
-        yield from read_parquet(segment.path, layout, segment.start, segment.stop, block_rows)
-        return
-
-    def chunks() -> Iterator[bytes]:
-        rest = sys.maxsize if segment.stop is None else segment.stop - segment.start
-        with delimited_text.open_text(segment.path) as file:
-            if segment.start:
-                file.seek(segment.start)
-            while chunk := file.read(min(block_bytes or delimited_text.BLOCK_BYTES, rest)):
-                rest -= len(chunk)
-                yield chunk
-
-    yield from delimited_text.read_lines(segment.path, chunks(), layout, is_start=not segment.start)
+        return read_parquet(path, layout, start, stop, block_rows)
+    return delimited_text.read_lines(path, layout, start, stop, block_bytes or delimited_text.BLOCK_BYTES)
 
 
 def read_blocks(
@@ -172,13 +161,14 @@ def read_blocks(
     report: Callable[[str], None] = ignore_progress,
     text: Iterator[bytes] | None = None,
 ) -> Iterator[RawBlock]:
-    """Yield the valid rows of ``files`` in blocks, and add the invalid rows to ``log``.
+    """Yield the valid rows of ``files`` in blocks, and add all rows to ``log``; the caller finishes it.
 
     Args:
         text: bytes to read instead of the only file; its path is then a name in messages.
 
     Raises:
-        DataError: a file cannot be read, holds no valid row, or an invalid row is an error.
+        ConfigError: a file lacks a column.
+        DataError: a file cannot be read, all its rows are invalid, or an invalid row is an error.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:

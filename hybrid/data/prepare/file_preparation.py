@@ -84,14 +84,6 @@ class BlockLog(NamedTuple):
     invalid: list[InvalidRow]  # the invalid rows, with their lines in the segment
 
 
-@dataclass(frozen=True)
-class SegmentLog:
-    """The blocks of a parsed segment, and the pieces."""
-
-    blocks: list[BlockLog]
-    pieces: list[Piece]
-
-
 @dataclass(eq=False)
 class FilesPreparation:
     """Prepares the samples of files, and writes the arrays of all splits."""
@@ -151,20 +143,19 @@ class FilesPreparation:
             for split, each in segments.items()
             for i, segment in enumerate(each)
         ]
-
         reports = dict.fromkeys(self.config.data.splits, NO_INVALID_ROWS)
         all_pieces: list[Piece] = []
         parsed = zip(jobs, self._map("reading", 0.62, self.parse_segment, jobs), strict=True)
         for split, of_split in groupby(parsed, lambda each: each[0][0]):
             log, pieces = InvalidRowLog(self.config.data.max_invalid_fraction), list[Piece]()
             first_row = lines = 0
-            for (_, segment, _), segment_log in of_split:
+            for (_, segment, _), (blocks, of_segment) in of_split:
                 lines = lines if segment.start else 0
-                for block in segment_log.blocks:
+                for block in blocks:
                     log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
-                pieces += [each._replace(first_row=first_row + each.first_row) for each in segment_log.pieces]
-                lines += sum(block.num_lines for block in segment_log.blocks)
-                first_row += sum(block.num_rows for block in segment_log.blocks)
+                pieces += [each._replace(first_row=first_row + each.first_row) for each in of_segment]
+                lines += sum(block.num_lines for block in blocks)
+                first_row += sum(block.num_rows for block in blocks)
             reports[split] = log.finish()
             if split == TRAIN:
                 pieces = hold_out(self.config, pieces)
@@ -221,20 +212,20 @@ class FilesPreparation:
             for split, (*_, end) in starts.items()
         }
 
-    def parse_segment(self, job: tuple[str, Segment, Path]) -> SegmentLog:
-        """Parse a segment of a split into a new folder."""
+    def parse_segment(self, job: tuple[str, Segment, Path]) -> tuple[list[BlockLog], list[Piece]]:
+        """Parse a segment of a split into a new folder; return the blocks, and the pieces they are in."""
         split, segment, folder = job
         layout = self._layout if split == TRAIN else self._layout.without_holdouts
         folder.mkdir()
-        log, held, row = SegmentLog([], []), list[RawBlock](), 0
+        blocks, pieces, held, row = list[BlockLog](), list[Piece](), list[RawBlock](), 0
 
         def write_held() -> None:
-            log.pieces.append(Piece.write(folder / f"piece-{len(log.pieces)}", held, split))
+            pieces.append(Piece.write(folder / f"piece-{len(pieces)}", held, split))
             held.clear()
 
         for table in sources.read_segment(segment, layout):
             block, invalid = sources.parse(segment.path, table, layout, row)
-            log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
+            blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
             if len(block.source_rows_B):
                 held.append(block)
             row += table.num_rows
@@ -244,7 +235,7 @@ class FilesPreparation:
             self._advance(table.num_rows)
         if held:
             write_held()
-        return log
+        return blocks, pieces
 
     def fit_piece(self, piece: Piece) -> tuple[list[BlockStatistics], dict[str, SplitPosition]]:
         """Compute the statistics of a piece's training rows, and write the counts of values into the piece.

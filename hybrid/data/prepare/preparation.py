@@ -158,7 +158,7 @@ def _write_synthetic(
             writer.append(block.samples._replace(targets=block.targets(targets)), block.rows_B)
             progress.add(len(block.rows_B))
             if split == TEST:
-                truth.append((block.logits_B, block.labels_B))
+                truth.append((block.logits_B, block.columns[synthetic_log.CLICKED]))
         labels = prepared_dataset.label_reports(targets.tasks, writer.label_sums)
         reports[split] = DatasetReport(num_rows, labels, NO_INVALID_ROWS)
     # No model predicts clicks better than the true probabilities do.

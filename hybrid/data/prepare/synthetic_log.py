@@ -48,16 +48,15 @@ _SAMPLE_STREAMS = {"train": 1, "test": 2, "validation": 3}
 
 
 class SyntheticBlock(NamedTuple):
-    """B samples, with rows (int64), clicks (uint8), true logits (float32) and more columns."""
+    """B samples of the click log."""
 
-    samples: EncodedBlock
-    rows_B: npt.NDArray[np.int64]
-    labels_B: npt.NDArray[np.uint8]
-    logits_B: npt.NDArray[np.float32]
-    others: dict[str, npt.NDArray[np.float32]]
+    samples: EncodedBlock  # without targets
+    rows_B: npt.NDArray[np.int64]  # index of each sample in its split
+    logits_B: npt.NDArray[np.float32]  # of the true probabilities of clicks
+    columns: dict[str, npt.NDArray[np.float32]]  # the columns that can be labels or weights, by name
 
     def targets(self, spec: TargetSpec) -> Targets:
-        named = {CLICKED: self.labels_B.astype(np.float32), **self.others}
+        named = self.columns
         tasks, data = spec.tasks.values(), spec.data
         labels_BT = np.stack([named[task.label] for task in tasks], axis=1)
         weights_BT, groups_B = None, None
@@ -123,7 +122,7 @@ class ClickLog:
             factors = [factor[ids_B] for factor, ids_B in zip(self._factors, ids_KB, strict=False)]
             factors_KB = np.stack(factors)
             logits_B += 0.5 * (factors_KB.sum(0) ** 2 - (factors_KB**2).sum(0))
-            labels_B = (rng.random(size, np.float32) < sigmoid(logits_B)).astype(np.uint8)
+            clicked_B = rng.random(size, np.float32) < sigmoid(logits_B)
             rows_B = np.arange(start, start + size)
             # Further columns are drawn last, so that the clicks do not depend on them.
             converts_B = rng.random(size, np.float32) < sigmoid(
@@ -131,13 +130,14 @@ class ClickLog:
             )
             noise_B = rng.standard_normal(size, np.float32)
             spent_B = 2 + np.float32(0.5) * logits_B + np.float32(0.7) * x[4] + np.float32(0.5) * noise_B
-            others = {
-                CONVERTED: (converts_B & (labels_B == 1)).astype(np.float32),
+            columns = {
+                CLICKED: clicked_B.astype(np.float32),
+                CONVERTED: (converts_B & clicked_B).astype(np.float32),
                 SPENT: spent_B,
                 STARS: np.clip(np.rint(spent_B), 0, NUM_STARS - 1),
                 WEIGHT: np.float32(0.5) + rng.random(size, np.float32),
             }
-            yield SyntheticBlock(EncodedBlock(dense_BF, ids_KB.T), rows_B, labels_B, logits_B, others)
+            yield SyntheticBlock(EncodedBlock(dense_BF, ids_KB.T), rows_B, logits_B, columns)
 
 
 def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -92,22 +92,18 @@ class Lane:
     def take(self, end: int) -> list[EncodedBlock]:
         """Return rows until ``end`` rows are returned in all: at least one, unless the lane has ended."""
         parts: list[EncodedBlock] = []
-        _, row, num_returned = self.position
-        missing = max(1, end - num_returned)
+        missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
             segment, start, samples = self._ready[0]
-            if segment != self.position.segment:
-                row = start
+            row = self.position.row if segment == self.position.segment else start
             first = row - start
             count = min(missing, samples.size - first)
             parts.append(samples.take(np.arange(first, first + count)))
             if first + count == samples.size:
                 self._ready.popleft()
             missing -= count
-            row += count
-            num_returned += count
             self.num_ready -= count
-            self.position = LanePosition(segment, row, num_returned)
+            self.position = LanePosition(segment, row + count, self.position.num_returned + count)
         return parts
 
     def _read(self) -> Iterator[tuple[int, int, EncodedBlock]]:

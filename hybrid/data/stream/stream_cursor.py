@@ -55,8 +55,7 @@ class StreamCursor:
         report: receives what the run waits for or reads.
 
     Raises:
-        ConfigError: a topic does not fit the configuration; see :class:`Topic`.
-        DataError: a topic does not exist, or no broker responds.
+        ConfigError, DataError: a topic cannot be read; see :class:`Topic`.
 
     Attributes:
         source: finds units.
@@ -185,12 +184,7 @@ class StreamCursor:
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 
     def restore(self, stored: Checkpoint) -> None:
-        """Continue where a checkpoint was taken, with the present files of side tables.
-
-        Raises:
-            CheckpointError: the checkpoint has no position in a stream.
-            DataError: a side table has no files.
-        """
+        """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream."""
         try:
             position = stored.manifest.progress[STREAM]
             units = (position["unit"], position["last"])

@@ -130,12 +130,7 @@ class Files:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of up to 32 segments, evenly spread.
-
-        Raises:
-            ConfigError: a file lacks a column.
-            DataError: there is no unit, or a file cannot be read, or no row is valid.
-        """
+        """Yield the first block of up to 32 segments, evenly spread; DataError if none has a valid row."""
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")

@@ -21,7 +21,7 @@ _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 
 class Vocabulary:
-    """Distinct texts in an order: an array without null."""
+    """Distinct texts in an order, without null."""
 
     def __init__(self, texts: pa.Array) -> None:
         self.texts = texts if texts.type == pa.large_string() else texts.cast(pa.large_string())

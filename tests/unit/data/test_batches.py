@@ -17,14 +17,7 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures, slice_bounds
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.batches import (
-    READ_AHEAD,
-    BatchLoader,
-    BatchStream,
-    GroupedOrder,
-    ShuffledOrder,
-    check_ranking_losses,
-)
+from hybrid.data.batches import BatchLoader, BatchStream, GroupedOrder, ShuffledOrder, check_ranking_losses
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.errors import ConfigError, DataError
 
@@ -112,7 +105,7 @@ def test_prefetch_is_bounded() -> None:
 
     def read(step: int) -> None:
         ahead.append(step - num_taken)
-        if step == READ_AHEAD - 1:
+        if step == 1:
             full.set()
 
     with stream_of(read, 50) as stream:
@@ -120,7 +113,7 @@ def test_prefetch_is_bounded() -> None:
         for _ in range(50):
             num_taken += 1
             next(stream)
-    assert max(ahead) == READ_AHEAD - 1
+    assert max(ahead) == 1
 
 
 def test_hanging_reader_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

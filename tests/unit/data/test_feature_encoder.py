@@ -180,7 +180,7 @@ def test_indices_equal_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatc
 
 
 def read_vocabularies(path: Path, sha256: str) -> list[Vocabulary]:
-    with open_vocabularies(path, sha256) as file:
+    with open_vocabularies(path.parent, sha256) as file:
         return file.read_all()
 
 

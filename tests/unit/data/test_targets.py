@@ -180,7 +180,7 @@ def test_log_depends_only_on_the_seed() -> None:
     one, two = only_block(ClickLog(1), "train", 500), only_block(ClickLog(1), "train", 500)
     np.testing.assert_array_equal(one.samples.ids_BK, two.samples.ids_BK)
     np.testing.assert_array_equal(one.samples.dense_BF, two.samples.dense_BF)
-    np.testing.assert_array_equal(one.labels_B, two.labels_B)
+    np.testing.assert_array_equal(one.columns["label"], two.columns["label"])
     for other in (only_block(ClickLog(2), "train", 500), only_block(ClickLog(1), "test", 500)):
         assert (one.samples.ids_BK != other.samples.ids_BK).any()
         assert (one.samples.dense_BF != other.samples.dense_BF).any()
@@ -210,4 +210,4 @@ def test_true_probabilities_are_calibrated() -> None:
     block = only_block(ClickLog(3), "train", 60_000)
     probabilities = synthetic_log.sigmoid(block.logits_B)
     for part in np.array_split(np.argsort(probabilities), 10):
-        assert block.labels_B[part].mean() == pytest.approx(probabilities[part].mean(), abs=0.02)
+        assert block.columns["label"][part].mean() == pytest.approx(probabilities[part].mean(), abs=0.02)
