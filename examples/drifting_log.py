@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hybrid.metrics import binary_metrics
-from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.primitives.key_hashes import splitmix64
 
 FACTORS, ITEMS_OF_ARTIST = 2, 20
 PART_ROWS, ROW_GROUP = 1_000_000, 16_384

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from hybrid.primitives.grouping import group_bounds, group_ends
-from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.primitives.key_hashes import splitmix64
 
 
 class SparseFeatures(NamedTuple):

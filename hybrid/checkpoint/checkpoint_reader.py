@@ -27,7 +27,7 @@ from hybrid.checkpoint.checkpoint_folders import (
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
 from hybrid.primitives.bfloat16_arrays import assign_rows, to_floats
-from hybrid.primitives.key_buckets import range_of_shard
+from hybrid.primitives.key_hashes import range_of_shard
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import is_inner_name, parse_json
 from hybrid.storage.remote_path import StoragePath

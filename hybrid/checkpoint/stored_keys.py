@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import release_pages
 from hybrid.errors import CheckpointError
-from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of, buckets_of_shard
+from hybrid.primitives.key_hashes import KEY_BITS, NUM_BUCKETS, bucket_of, buckets_of_shard
 
 KINDS_OF_KEYS = "keys", "counts", "last_steps"
 PENDING = "pending_"

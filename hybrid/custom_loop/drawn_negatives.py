@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding.initial_rows import random_salt
-from hybrid.primitives.splitmix64 import next_of, splitmix64
+from hybrid.primitives.key_hashes import next_of, splitmix64
 
 
 class Negatives:

@@ -28,7 +28,7 @@ from hybrid.embedding.stored_matrix import make_absolute, read_shape
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import DataError
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.training_loop import TrainingLoop

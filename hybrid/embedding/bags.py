@@ -36,9 +36,10 @@ class Bags(NamedTuple):
 # A request to one group of a worker's tables: index of the group, and rows within the group.
 Item: TypeAlias = tuple[int, Bags]
 
-# The last request of a lookup for training, if the loss may leave out some vectors. The gradient of its
-# response has a mark for each bag of the other requests, then for each table. The mark is 1, or 0 if the loss
-# does not use the bag or table, which is then not updated. A gradient without values is all ones.
+# The last request to a worker for the training of a custom module, whose loss may leave out some vectors. The
+# gradient of its response marks each bag of the other requests, then each table: 1, or 0 if the loss does not
+# use the bag or table, which is then not updated. For requests of 3 and 2 bags, and 2 tables, of which the
+# loss does not use the second request and the last table, the marks are 1 1 1, 0 0, 1 0. No marks mean ones.
 MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
@@ -94,8 +95,8 @@ def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
     return pooled_BD, bags
 
 
-def pool_widened(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Like :func:`pool_and_record`, given the vector of each id."""
+def pool_vectors(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
+    """Like :func:`pool_and_record`, with the vector of each id in place of the matrix."""
     order_L = torch.arange(len(vectors_LD), dtype=bags.ids_L.dtype)
     pooled_BD, of_order = pool_and_record(vectors_LD, bags._replace(ids_L=order_L))
     if of_order.winners_BD is None:
@@ -193,7 +194,6 @@ class RowGradients:
     def _sum(
         self, first: int, last: int, out_UD: Tensor, table: Floats | None, scale: float = 1, rate: float = 1
     ) -> float:
-        """Call :func:`kernels.sum_rows` for ``rows_U[first:last]``."""
         bags = self._bags
         grad = self._grad_BD.numpy()
         winners_BD = None if bags.winners_BD is None else bags.winners_BD.numpy()

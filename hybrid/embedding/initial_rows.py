@@ -21,7 +21,7 @@ from hybrid.embedding.stored_matrix import SavedRows, matrix_blocks
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError
 from hybrid.primitives.bfloat16_arrays import assign_rows
-from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.primitives.key_hashes import splitmix64
 from hybrid.storage.remote_path import parse_path
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
 def assign_stored(
     table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write stored rows to ``rows_N``, and their state if ``table.has_initial_state``; or CheckpointError."""
+    """Write stored rows, and state if ``table.has_initial_state``; CheckpointError if shapes differ."""
     for name in tensors if table.has_initial_state else ["weight"]:
         if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
@@ -111,7 +111,7 @@ def assign_stored(
 
 
 def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
-    """Yield the rows in the source of a table."""
+    """Yield the rows in the source of a table; for errors, see :func:`read_initial_rows`."""
     if table.is_initial_by_position:
         return matrix_blocks(table.initial, (table.num_rows, table.dim))
     from hybrid.embedding import saved_tables  # imports pyarrow, which other tables do not need
@@ -122,7 +122,7 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
 
 
 def saved_table(table: TableSpec) -> SavedTable:
-    """Return the source of ``table``: a table of another run, or of an exported folder."""
+    """Open the source of ``table``: a table of a checkpoint, or of exported tables."""
     from hybrid.embedding import saved_tables
 
     return saved_tables.open_tables(parse_path(table.initial))[table.initial_table]

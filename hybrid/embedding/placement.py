@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hybrid.config.validation import check_workers
 from hybrid.embedding.table_spec import STATE_TENSORS, AddressKey, OptimizerSpec, Pooling, TableSpec
-from hybrid.primitives.key_buckets import buckets_of_shard
+from hybrid.primitives.key_hashes import buckets_of_shard
 
 BYTES_PER_ID = 4  # an estimate: groups of more than 2^31 rows need 8
 # Trainers pool if this moves less than this fraction of the bytes of pooling on workers. At half the bytes,
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def buckets(self) -> range:
-        """The buckets of a growing table that belong to this shard; see ``key_buckets.py``."""
+        """The buckets of a growing table that belong to this shard; see ``key_hashes.py``."""
         return buckets_of_shard(self.index, self.count)
 
     @property
@@ -134,7 +134,7 @@ class Placement:
         return tuple(groups)
 
     def locations(self) -> Mapping[str, Sequence[Location]]:
-        """Return the locations of the shards of each table, by worker."""
+        """Return the locations of the shards of each table, in the order of the workers."""
         locations: dict[str, list[Location]] = defaultdict(list)
         for worker in range(self.num_workers):
             for number, group in enumerate(self.groups(worker)):

@@ -31,7 +31,7 @@ from hybrid.data.values.column_values import is_list, parse_values
 from hybrid.embedding.stored_matrix import ReadRows, SavedRows, rows_of
 from hybrid.errors import DataError, StorageError, first_line
 from hybrid.primitives.bfloat16_arrays import to_floats
-from hybrid.primitives.key_buckets import NUM_BUCKETS
+from hybrid.primitives.key_hashes import NUM_BUCKETS
 from hybrid.storage.files import exists
 from hybrid.storage.remote_path import StoragePath, parse_path
 

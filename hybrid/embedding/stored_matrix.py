@@ -57,7 +57,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
     """Yield the rows of a matrix of floating-point values.
 
     Raises:
-        DataError: see :func:`open_matrix`; or the matrix has another shape.
+        DataError, StorageError: see :func:`open_matrix`; or the matrix has another shape.
     """
     with open_matrix(source) as (stored_shape, rows):
         num_rows, dim = stored_shape

@@ -11,7 +11,7 @@ from hybrid.updates.ticket import Ticket
 
 
 class LookupRequest(NamedTuple):
-    """The arguments of :meth:`TableSource.lookup`, for a message that also carries gradients."""
+    """The arguments of :meth:`TableSource.lookup`, attached to a message with gradients."""
 
     ticket: Ticket
     items: Sequence[Item]
@@ -21,23 +21,23 @@ class TableSource(Protocol):
     """The tables of one worker, or a stub of them."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingResult[list[Tensor]]:
-        """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
-
-        Unless vectors are rounded, rows in bfloat16 are sent as int16. For ``Purpose.TRAIN``, the result then
-        ends with zeros for each such tensor, which have the gradients of the rows, because autograd gives
-        integers none. A message has one value for all of these zeros.
+        """Return the vectors of each item, once the updates that the ticket requires are applied.
 
         For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
+
+        Rows in bfloat16 are sent as int16, unless a lower precision is set for all vectors. Autograd gives
+        integers no gradients. So for ``Purpose.TRAIN``, the result then ends with a tensor of zeros for each
+        int16 tensor, in the same shape, whose gradient is that of the rows.
         """
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
     ) -> PendingResult[list[Tensor]]:
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            following: a lookup in the same message, whose vectors are the result. If given, this call
-                applies an update that the gradients complete; see :meth:`UpdateBarrier.contribute`.
+            attached: a lookup in the same message, whose vectors are the result. If given, the thread that
+                receives the message applies an update that the gradients complete.
         """

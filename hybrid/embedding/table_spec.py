@@ -113,9 +113,7 @@ class TableSpec:
     # "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
     init: str = "uniform"
     poolings: tuple[Pooling, ...] = ()  # pooling of each feature, if not all are ``pooling``
-    encoder_folder: str = (
-        ""  # for initial rows by value: folder of prepared data, whose encoder maps values to rows
-    )
+    encoder_folder: str = ""  # for initial rows by value: prepared data, whose encoder maps values to rows
     # For each feature, the maximum length of a sequence, or 0 if it is pooled; empty if all are pooled.
     sequences: tuple[int, ...] = ()
     sequence: int = 0  # for a table from for_feature: maximum length of the sequence; 0 if pooled

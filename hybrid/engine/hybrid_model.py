@@ -27,7 +27,7 @@ class MicroBatch(NamedTuple, Generic[AnyBatch]):
 
     batch: AnyBatch
     ticket: Ticket  # identifies the calls for these samples
-    lookup: "Lookup | None"  # None until it is sent, see Feed.start
+    lookup: "Lookup | None"  # None until Feed.with_lookup sends it
     is_last: bool  # whether it is the last micro-batch of its step
 
 

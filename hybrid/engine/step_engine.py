@@ -143,7 +143,7 @@ class StepEngine(Generic[AnySamples]):
             if self._spans_processes:
                 self._context_id = self._recording.enter_context(dist_autograd.context())
             with self._clock.phase("lookup"):
-                self._micro = self.feed.start(micro)
+                self._micro = self.feed.with_lookup(micro)
             yield self._micro
 
     def backward(self, loss: Tensor) -> float:

@@ -1,29 +1,30 @@
-"""The steps of one trainer: batches as micro-batches, with lookups that start in time.
+"""The steps of one trainer: batches cut into micro-batches, with a ticket and a lookup for each.
 
 ::
 
     sync             step s     look up s ── compute s
                      step s+1                          look up s+1 ── compute s+1
 
-    lookahead,       step s     compute s, send its gradients with the ids of s+2
-    async            step s+1   compute s+1, send its gradients with the ids of s+3
+    lookahead,       step s     compute s, send its gradients with the lookup of s+2
+    async            step s+1   compute s+1, send its gradients with the lookup of s+3
 
-In lookahead mode, a worker responds to the lookup of step s+2 once update s+1 is applied.
+A lookup that is sent before its step begins is **prefetched**. At the start of a pass, no gradients can carry
+the lookups of the first two steps, which are sent at once. In lookahead mode, a worker responds to the lookup
+of step s+2 once update s+1 is applied.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
-from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
-# A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
-_LOOK_AHEAD = 2
+_LOOK_AHEAD = 2  # a lookup is prefetched with the gradients of the second step before its own
 AnySamples = TypeVar("AnySamples", bound="Samples")
 
 
@@ -36,7 +37,7 @@ class Samples(Protocol):
 
     @property
     def sparse_features(self) -> Any:
-        """The ids to look up."""
+        """The ids, for the ``lookup`` of :class:`Embeddings` or :class:`ModuleTables`."""
 
     def split(self, count: int) -> Sequence[Self]: ...
 
@@ -59,11 +60,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     """
 
     def __init__(
-        self,
-        embeddings: Embeddings | ModuleTables,
-        trainer: int,
-        rules: UpdateRules,
-        clock: StepClock,
+        self, embeddings: Embeddings | ModuleTables, trainer: int, rules: UpdateRules, clock: StepClock
     ) -> None:
         self._embeddings = embeddings
         self._trainer = trainer
@@ -73,78 +70,81 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self.begin(iter(()), 0)
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
-        """Continue with ``batches``, whose first is the batch of ``step``; drop prefetched lookups."""
+        """Continue with ``batches``, whose first is the batch of ``step``; drop steps read ahead."""
         self.step = step
         self._batches = batches
         self._first_step = step
-        self._current: StepInput[AnySamples] | None = None  # the step that is being taken
-        self._prefetched: deque[StepInput[AnySamples]] = deque()
+        # The current step until it ends, and then the steps that were read ahead.
+        self._steps: deque[StepInput[AnySamples]] = deque()
 
     def flush(self) -> None:
-        """Wait until the workers have the gradients of all steps taken.
+        """Wait until the workers have the gradients of all completed steps.
 
-        Only this method waits for messages that carry gradients but no lookup.
+        The response to a prefetched lookup shows that the gradients in the same message have arrived.
         """
-        pending = [*self._prefetched] if self._current is None else [self._current, *self._prefetched]
-        # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.
-        for step in pending[:1] if self._mode is UpdateMode.LOOKAHEAD else pending:
+        # In lookahead mode, a worker responds to the next lookup after it has applied all of these gradients.
+        # Later lookups wait for gradients that do not exist yet.
+        num_steps = 1 if self._mode is UpdateMode.LOOKAHEAD else len(self._steps)
+        for step in islice(self._steps, num_steps):
             for micro in step.micro_batches:
                 if micro.lookup is not None:
                     micro.lookup.flush()
-        self._embeddings.flush()
+        self._embeddings.sources.flush()
 
     def has_next(self) -> bool:
-        """Whether there is a further step. The call reads the batch of this step."""
+        """Return whether there is a further step. No step must be current.
+
+        At the start of a pass, the call reads the batches of the first steps, and sends prefetched lookups.
+        """
         num_ahead = _LOOK_AHEAD if self._should_prefetch else 1
-        while len(self._prefetched) < num_ahead and (batch := self._read()) is not None:
-            self._prefetched.append(self._step_of(batch, self.step + len(self._prefetched)))
-        return bool(self._prefetched)
+        while len(self._steps) < num_ahead and self._read_step():
+            pass
+        return bool(self._steps)
 
     def __next__(self) -> StepInput[AnySamples]:
         self._clock.begin_step(self.step)
         if not self.has_next():
             raise StopIteration
-        self._current = current = self._prefetched.popleft()
-        # The gradients of the current step carry the lookup of the step after the next.
-        if self._prefetched and (batch := self._read()) is not None:
-            self._prefetched.append(self._step_of(batch, self.step + _LOOK_AHEAD, current))
+        current = self._steps[0]
+        if len(self._steps) == _LOOK_AHEAD:  # false in sync mode, and once the batches have ended
+            self._read_step(current)
         return current
 
     def end_step(self) -> None:
         """Complete the current step."""
+        self._steps.popleft()
         self.step += 1
-        self._current = None
 
-    def start(self, micro: MicroBatch[AnySamples], after: Lookup | None = None) -> MicroBatch[AnySamples]:
-        """Return a micro-batch with its lookup. If it already has one, return it unchanged.
-
-        Args:
-            after: an earlier lookup, whose gradients carry the new lookup. None sends the new lookup now.
-        """
+    def with_lookup(self, micro: MicroBatch[AnySamples]) -> MicroBatch[AnySamples]:
+        """Return a micro-batch with its lookup, which is sent now if it was not prefetched."""
         if micro.lookup is not None:
             return micro
-        samples, ticket = micro.batch, micro.ticket
-        if self._should_prefetch:
-            is_async = self._mode is UpdateMode.ASYNC
-            version = max(self._first_step, ticket.step - 1) if is_async else ticket.step
-            ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
-        return micro._replace(lookup=self._embeddings.lookup(samples.sparse_features, ticket, after))
+        return micro._replace(lookup=self._embeddings.lookup(micro.batch.sparse_features, micro.ticket))
 
-    def _read(self) -> AnySamples | None:
+    def _read_step(self, earlier: StepInput[AnySamples] | None = None) -> bool:
+        """Read a batch, and append its step; return whether there was a batch.
+
+        Args:
+            earlier: the step whose gradients carry prefetched lookups; None sends these lookups now.
+        """
         with self._clock.phase("data"):
-            return next(self._batches, None)
-
-    def _step_of(
-        self, batch: AnySamples, step: int, before: StepInput[AnySamples] | None = None
-    ) -> StepInput[AnySamples]:
-        """Return the input of a step; prefetched lookups are sent, with the gradients of an earlier step."""
+            batch = next(self._batches, None)
+        if batch is None:
+            return False
+        step = self.step + len(self._steps)
         micro_batches = []
         for index, samples in enumerate(batch.split(self._num_micro_batches)):
-            ticket = Ticket(self._trainer, step, step, index, checksum=batch.checksum)
-            micro = MicroBatch(samples, ticket, None, index == self._num_micro_batches - 1)
+            # For the calls during the step, which must see all earlier updates.
+            ticket = Ticket(self._trainer, step, version=step, lookup_index=index, checksum=batch.checksum)
+            lookup = None
             if self._should_prefetch:
+                # In async mode, a lookup does not wait for the gradients of the step before.
+                version = max(self._first_step, step - 1) if self._mode is UpdateMode.ASYNC else step
+                prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+                sent_before = None if earlier is None else earlier.micro_batches[index].lookup
                 with self._clock.phase("lookup"):
-                    after = None if before is None else before.micro_batches[index].lookup
-                    micro = self.start(micro, after)
-            micro_batches.append(micro)
-        return StepInput(batch, micro_batches)
+                    lookup = self._embeddings.lookup(samples.sparse_features, prefetch, sent_before)
+            is_last = index == self._num_micro_batches - 1
+            micro_batches.append(MicroBatch(samples, ticket, lookup, is_last))
+        self._steps.append(StepInput(batch, micro_batches))
+        return True

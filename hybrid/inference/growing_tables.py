@@ -16,7 +16,7 @@ from hybrid.checkpoint.tensor_file import expect_random_reads
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.primitives.bfloat16_arrays import assign_rows, to_floats
-from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of, buckets_of_shard
+from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of, buckets_of_shard
 
 # The arrays of each file of a table; see :func:`hybrid.checkpoint.stored_keys.map_keys`.
 Shards: TypeAlias = Sequence[Mapping[str, npt.NDArray[Any]]]
@@ -143,7 +143,7 @@ def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
 
 
 def hash_ids(ids: Tensor) -> Tensor:
-    """Return the key of each int64 id, as :func:`hybrid.primitives.splitmix64.next_of` does."""
+    """Return the key of each int64 id, as :func:`hybrid.primitives.key_hashes.next_of` does."""
     x = ids + _STEP
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)

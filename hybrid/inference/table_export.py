@@ -33,7 +33,7 @@ from hybrid.data.encode import feature_encoder
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.inference.growing_tables import GrowingTable, Shards
 from hybrid.inference.trained_module import TrainedModule
-from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of, range_of_shard
+from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of, range_of_shard
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 

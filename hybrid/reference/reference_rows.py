@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import OptimizerSpec
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 
 State = dict[str, Tensor]
 

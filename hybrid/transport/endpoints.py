@@ -79,10 +79,10 @@ def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Ten
     number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
-    following = None
+    attached = None
     if next_ticket is not None:
-        following = LookupRequest(Ticket.of(next_ticket), unpack_items(items, tensors[num_grads:]))
-    return tables.send_gradients(Ticket.of(ticket), grads, following)
+        attached = LookupRequest(Ticket.of(next_ticket), unpack_items(items, tensors[num_grads:]))
+    return tables.send_gradients(Ticket.of(ticket), grads, attached)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

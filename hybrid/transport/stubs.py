@@ -110,10 +110,10 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
         return PendingTensors(self.role, client.call(endpoints.lookup, request, tensors))
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
     ) -> PendingTensors[list[Tensor]]:
-        next_ticket = None if following is None else following.ticket.plain
-        plain, tensors = pack_items(() if following is None else following.items)
+        next_ticket = None if attached is None else attached.ticket.plain
+        plain, tensors = pack_items(() if attached is None else attached.items)
         request = self.number, ticket.plain, len(grads), next_ticket, plain
         client = endpoints.running.clients[self.role]
         return PendingTensors(self.role, client.call(endpoints.exchange, request, [*grads, *tensors]))

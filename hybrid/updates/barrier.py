@@ -32,7 +32,7 @@ _MAX_LOOKUP_THREADS = 4
 
 
 class Update(Protocol):
-    """The merged gradients of one update."""
+    """The merged gradients of one step. An error in a method becomes the failure of the barrier."""
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients."""
@@ -41,7 +41,7 @@ class Update(Protocol):
         """Apply the gradients times ``scale``."""
 
 
-class _PendingLookup(NamedTuple):
+class _QueuedLookup(NamedTuple):
     ticket: Ticket
     work: Callable[[], object]
     future: Future[Any]
@@ -51,6 +51,8 @@ class _PendingLookup(NamedTuple):
 
 class UpdateBarrier(Generic[Contribution]):
     """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
+
+    A contribution is what a trainer sends for one lookup: gradients of rows, or of a dense net.
 
     Args:
         merge: called with the step of an update, and its contributions in the order of trainers and lookups.
@@ -72,12 +74,12 @@ class UpdateBarrier(Generic[Contribution]):
         self._rules = rules
         self._merge = merge
         self._ledger = Ledger[Contribution](rules)
-        self._waiting: list[_PendingLookup] = []
+        self._waiting: list[_QueuedLookup] = []
         self._norms: dict[int, float] = {}  # squared norm of the last merged step
         self._norm_step = -1  # the last step whose norm was requested
         self._norm_waiting: dict[int, list[Future[Any]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}  # factor of the gradients by step, None to drop them
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # raised in every call from then on
         self._closed = False
         self._changed = threading.Condition()
         num_threads = min(rules.num_trainers, _MAX_LOOKUP_THREADS)
@@ -90,15 +92,15 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> Future[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetch replaces a waiting lookup of the same trainer, step and index. The replaced lookup fails,
+        A prefetch replaces a waiting prefetch of the same trainer, step and index. The replaced lookup fails,
         since the trainer has abandoned its batch.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
         """
         future: Future[Any] = Future()
-        pending = _PendingLookup(ticket, work, future, is_large)
-        replaced: list[_PendingLookup] = []
+        lookup = _QueuedLookup(ticket, work, future, is_large)
+        replaced: list[_QueuedLookup] = []
         with self._changed:
             if self._failure is not None:
                 future.set_exception(self._failure)
@@ -106,29 +108,31 @@ class UpdateBarrier(Generic[Contribution]):
             is_ready = self._ledger.is_ready(ticket)
             if not is_ready:
                 if ticket.purpose is Purpose.PREFETCH:
-                    replaced = [each for each in self._waiting if each.ticket[:-1] == ticket[:-1]]
+                    replaced = [each for each in self._waiting if each.ticket.key == ticket.key]
                 is_timed = ticket.purpose is not Purpose.PREDICT
                 span = self._clock.begin("wait", ticket.step) if is_timed else None
                 self._waiting = [each for each in self._waiting if each not in replaced]
-                self._waiting.append(pending._replace(span=span))
+                self._waiting.append(lookup._replace(span=span))
         for each in replaced:
             each.future.set_exception(ClusterError(f"step {ticket.step}: a new lookup replaces this one"))
         if is_ready:
-            self._run_lookup(pending)
+            self._run_lookup(lookup)
         return future
 
     def contribute(
         self, ticket: Ticket, contribution: Contribution, *, should_update_here: bool = False
     ) -> None:
-        """Add a trainer's gradients of a step. Another thread applies the update unless the caller does.
+        """Add a trainer's gradients of one lookup.
 
         Args:
-            should_update_here: whether this thread applies an update that these gradients complete. Ignored
-                with ``has_update_guard``. Waking another thread costs more than a small update.
+            should_update_here: whether the calling thread applies an update that these gradients complete,
+                which for a small update costs less than waking the updater thread. Ignored if the rules have
+                an update guard.
 
         Raises:
-            ClusterError: the barrier has failed, or the trainer has already sent these gradients.
-            DataError: the trainer has read another batch than the others.
+            ClusterError: the trainer has already sent these gradients.
+            DataError: the trainer has read another batch than the others. The barrier then fails.
+            Exception: the error with which the barrier has failed.
         """
         try:
             with self._changed:
@@ -139,7 +143,7 @@ class UpdateBarrier(Generic[Contribution]):
                 update = self._ledger.begin_update() if is_here else None
                 if update is None:
                     self._changed.notify_all()
-        except DataError as error:  # raised in every call, also of the other trainers
+        except DataError as error:
             self._fail(error)
             raise
         if update is not None:
@@ -160,7 +164,7 @@ class UpdateBarrier(Generic[Contribution]):
         return future
 
     def set_scale(self, step: int, scale: float | None) -> None:
-        """Set the factor of a step's gradients, as the trainers have decided; None drops them."""
+        """Set the factor with which a step's gradients are applied; None drops them."""
         with self._changed:
             self._decisions[step] = scale
             self._changed.notify_all()
@@ -171,7 +175,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._ledger.set_num_lookups(trainer, step, number)
 
     def fail(self, reason: str) -> None:
-        """Fail all pending and later calls, because another role has failed."""
+        """Fail all pending and later lookups and contributions, because another role has failed."""
         self._fail(ClusterError(reason))
 
     def drain(self) -> None:
@@ -179,6 +183,7 @@ class UpdateBarrier(Generic[Contribution]):
 
         Raises:
             ClusterError: the gradients of a trainer are missing after the timeout, or the barrier was closed.
+            Exception: the error with which the barrier has failed.
         """
         with self._changed:
             # Twice the timeout: the barrier's own wait fails first, and its error has the reason.
@@ -215,7 +220,7 @@ class UpdateBarrier(Generic[Contribution]):
             try:
                 while True:
                     self._run_update(*self._wait_for_update())
-            except Exception as error:  # raised in every call, now and later
+            except Exception as error:
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
@@ -227,29 +232,25 @@ class UpdateBarrier(Generic[Contribution]):
             if scale is not None:
                 with self._clock.span("apply", step):
                     update.apply(scale)
-        except Exception as error:  # raised in every call, now and later
-            self._fail(error)
-            return
-        with self._changed:
-            self._ledger.end_update()
-            self._changed.notify_all()
-            ready = [each for each in self._waiting if self._ledger.is_ready(each.ticket)]
-            self._waiting = [each for each in self._waiting if each not in ready]
-            # Under the lock: once no update is running, the updater may end the threads of lookups.
-            large = [each for each in ready[1:] if each.is_large]
-            others = [self._lookup_pool.submit(self._run_lookup, each) for each in large]
-        for number, pending in enumerate(ready):
-            if number == 0 or not pending.is_large:
-                self._run_lookup(pending)
-        if self._prepare_step is not None:
-            try:
+            with self._changed:
+                self._ledger.end_update()
+                self._changed.notify_all()
+                ready = [each for each in self._waiting if self._ledger.is_ready(each.ticket)]
+                self._waiting = [each for each in self._waiting if each not in ready]
+                # Under the lock: once no update is running, the updater may end the threads of lookups.
+                large = [each for each in ready[1:] if each.is_large]
+                others = [self._lookup_pool.submit(self._run_lookup, each) for each in large]
+            for number, lookup in enumerate(ready):
+                if number == 0 or not lookup.is_large:
+                    self._run_lookup(lookup)
+            if self._prepare_step is not None:
                 wait(others, self._rules.timeout_seconds)
                 self._prepare_step(step + 1)
-            except Exception as error:  # raised in every call, now and later
-                self._fail(error)
+        except Exception as error:
+            self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Send the squared norm of a step to the trainers, and wait for their decision."""
+        """Send the squared norm of a step to the trainers that request it, and wait for :meth:`set_scale`."""
         norm = update.squared_norm()
         with self._changed:
             self._norms = {step: norm}
@@ -265,7 +266,7 @@ class UpdateBarrier(Generic[Contribution]):
             return self._decisions.pop(step)
 
     def _wait_for_update(self) -> tuple[int, list[Contribution]]:
-        """Wait for all contributions of the next update; ClusterError once closed."""
+        """Wait for the contributions of the next update, and begin it; raise an error at the end."""
         with self._changed:
             while not (self._closed or self._failure):
                 update = self._ledger.begin_update()
@@ -284,15 +285,16 @@ class UpdateBarrier(Generic[Contribution]):
             raise self._failure
         return bool(is_over)
 
-    def _run_lookup(self, pending: _PendingLookup) -> None:
-        if pending.span is not None:
-            pending.span.close()
+    def _run_lookup(self, lookup: _QueuedLookup) -> None:
+        if lookup.span is not None:
+            lookup.span.close()
         try:
-            pending.future.set_result(pending.work())
+            lookup.future.set_result(lookup.work())
         except Exception as error:  # raised where the future is awaited
-            pending.future.set_exception(error)
+            lookup.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
+        """Raise ``error`` in all pending and later calls, unless the barrier has already failed."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()

@@ -30,7 +30,7 @@ class HostedModule(nn.Module):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Future[Result]:
-        """Call a method of the update barrier; stubs have the same method."""
+        """Return the result of a method of the update barrier as a future, as stubs of the module do."""
         response: Future[Result] = Future()
         response.set_result(method(self.barrier, *args))
         return response
@@ -80,5 +80,4 @@ class HostedModule(nn.Module):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the threads; pending lookups fail."""
         self.barrier.close()

@@ -105,9 +105,9 @@ class Ledger(Generic[Contribution]):
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the time until step ``version`` fails; None in async mode, or without a time limit.
+        """Return the seconds until step ``version`` fails; None in async mode.
 
-        The time limit begins when the first trainer has sent all of its gradients.
+        The timeout begins when the first trainer has sent all gradients of the step; None before.
 
         Raises:
             ClusterError: gradients are missing after the timeout.

@@ -37,6 +37,11 @@ class Ticket(NamedTuple):
     checksum: int = 0
 
     @property
+    def key(self) -> "Ticket":
+        """The fields that identify the lookup; equal for lookups of different batches for the same step."""
+        return self._replace(version=0, checksum=0)
+
+    @property
     def plain(self) -> PlainTicket:
         """The ticket as plain values; :meth:`of` is the inverse."""
         return (*self[:4], self.purpose.value, self.checksum)

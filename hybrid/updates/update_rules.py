@@ -100,15 +100,11 @@ class UpdateRules:
     schedule: Schedule = field(default_factory=Schedule)  # how learning rates change from step to step
 
     @classmethod
-    def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int | None = None) -> UpdateRules:
-        """Return the rules of a run.
-
-        Args:
-            num_trainers: number of trainers; ``cluster.trainers`` by default.
-        """
+    def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int) -> UpdateRules:
+        """Return the rules that a configuration sets. A loop without a cluster has one trainer."""
         train = config.train
         return cls(
-            num_trainers=config.cluster.trainers if num_trainers is None else num_trainers,
+            num_trainers=num_trainers,
             mode=UpdateMode(train.update),
             micro_batches=train.micro_batches,
             clip_norm=train.clip_norm,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pacsv
 
-from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.primitives.key_hashes import splitmix64
 
 # Distinct values of C1 .. C26.
 CARDINALITIES = (

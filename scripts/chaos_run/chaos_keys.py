@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
-from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.primitives.key_hashes import splitmix64
 
 STEPS = 400
 NEW, OLD = 50_000, 10_000  # keys of a step

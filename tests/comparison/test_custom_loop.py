@@ -19,7 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding, emb
 
 from hybrid.config import RunConfig
 from hybrid.embedding.initial_rows import fill_random_rows, random_rows
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 
 SCRIPT = custom_loop_script.__file__
 SEED = RunConfig().run.seed

@@ -71,7 +71,7 @@ def requests_of(
     items: dict[int, list[Item]] = {worker: [] for worker in range(placement.num_workers)}
     rows, ids = [k for k in range(len(tables)) if k not in multi_hot], BatchIds(sparse)
     for route in make_routes(rows, multi_hot, tables, placement):
-        route.start(ids, items)
+        route.request(ids, items)
     return list(items.values())
 
 

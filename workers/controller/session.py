@@ -119,7 +119,7 @@ class Session:
         self.placement = place_configured_tables(config, tables, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
         self._schedule = Schedule.of(config.schedule, total_steps)
-        rules = UpdateRules.of(config, self._schedule)
+        rules = UpdateRules.of(config, self._schedule, config.cluster.trainers)
         tables_by_worker, matches = deploy_tables(topology, config, self.placement, rules)
         self._table_holders = [*tables_by_worker.values()]
         self.hosted: list[transport.RemoteHosted[HostedModule]] = [*tables_by_worker.values()]

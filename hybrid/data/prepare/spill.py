@@ -21,7 +21,7 @@ from hybrid.config.data_sections import TEST, TRAIN, Holdout
 from hybrid.data.parse.sources import RawBlock, SplitValues
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.model_columns import Targets
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 
 MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
 _ROWS = "rows.arrow"

@@ -41,7 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
 _POINT = re.compile(rf"({_INTEGER})\.0+")

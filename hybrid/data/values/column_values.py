@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.data.values.canonical import canonical_text, canonicalize, trim_blanks
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 T = TypeVar("T", bound=np.generic)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.primitives.key_hashes import splitmix64
 
 HASHED_AT_ONCE = 1 << 16
 _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)

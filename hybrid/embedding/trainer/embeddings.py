@@ -72,44 +72,39 @@ class Embeddings:
         self._tables = tables_of(input_spec, tables)
         self._sequences = tuple(k for k, t in enumerate(self._tables) if t.sequence)
         self._ends = list(accumulate(t.width for t in self._tables))  # end of each feature's output columns
-        self._width = sum(t.width for t in self._tables)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
-        self._sources = TableSources(sources, clock or StepClock())
+        self.sources = TableSources(sources, clock or StepClock())
         self._device = device
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, list[slice] | None]]] = {}
 
-    def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        """Start the lookup of a batch without waiting for the vectors.
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket, earlier: Lookup | None = None) -> Lookup:
+        """Start the lookup of a batch, and return it without waiting for the vectors.
 
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            after: a prefetched lookup of an earlier step, whose gradients carry these requests. None sends
-                the requests now.
+            earlier: a prefetched lookup of an earlier step; the requests are sent together with its
+                gradients. None sends the requests now.
 
         Raises:
             DataError: an id is not a row of its table.
         """
-        items: Items = {worker: [] for worker in self._sources.by_worker}
-        with self._sources.clock.span("ids"):
+        items: Items = {worker: [] for worker in self.sources.by_worker}
+        with self.sources.clock.span("ids"):
             ids = BatchIds(sparse)
             self._check(sparse, ids)
-            routes = [(route.start(ids, items), columns) for route, columns in self._routes_for(sparse, ids)]
+            routes = [(route.request(ids, items), columns) for route, columns in self._routes_of(sparse, ids)]
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
         first, columns = routes[0]
         if self._device.type == "cpu" or not isinstance(first, DistinctRows) or columns is not None:
-            layout = ConcatenatedFeatures(routes, self._width, lengths)
-            return Lookup(ticket, items, layout, self._sources).start(after)
-        lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self._sources).start(after)
+            layout = ConcatenatedFeatures(routes, self._ends[-1], lengths)
+            return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
+        lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self.sources).send_or_attach(earlier)
         lookup.ranks_BF = to_device(first.ranks().view(first.shape_BFD[:2]), self._device)
         return lookup
 
-    def flush(self) -> None:
-        """Wait until all sent gradients have arrived."""
-        self._sources.flush()
-
-    def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
+    def _routes_of(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
         """Return the routes of a batch, each with its columns; see :class:`ConcatenatedFeatures`."""
         every = range(len(self._features))
         weighted = ids.weighted_features
@@ -246,7 +241,7 @@ class ModuleTables:
         self._tables = {table.name: table for table in tables}
         self._locations = placement.locations()
         self._pooled_by_trainers = frozenset(placement.pooled_by_trainers)
-        self._sources = TableSources(sources, clock)
+        self.sources = TableSources(sources, clock)
         of_space: dict[AddressKey, list[str]] = defaultdict(list)
         for table in tables:
             of_space[table.address_key].append(table.name)
@@ -255,7 +250,9 @@ class ModuleTables:
             for key, names in of_space.items()
         }
 
-    def lookup(self, requests: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
+    def lookup(
+        self, requests: Sequence[TableRequest], ticket: Ticket, earlier: Lookup | None = None
+    ) -> Lookup:
         """Start a lookup on all workers without waiting. Each worker then expects gradients.
 
         The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
@@ -263,24 +260,20 @@ class ModuleTables:
         use a call, its rows get no gradient, and are not updated.
 
         Args:
-            ticket, after: see :meth:`Embeddings.lookup`.
+            ticket, earlier: see :meth:`Embeddings.lookup`.
 
         Raises:
             DataError: an id is not a row of its table, or offsets do not match the ids.
         """
-        items: Items = {worker: [] for worker in self._sources.by_worker}
-        with self._sources.clock.span("ids"):
+        items: Items = {worker: [] for worker in self.sources.by_worker}
+        with self.sources.clock.span("ids"):
             for name, bags in requests:
                 self._check(self._tables[name], bags.ids_L)
             layout = self._layout(requests, items, ticket.purpose)
-        return Lookup(ticket, items, layout, self._sources).start(after)
-
-    def flush(self) -> None:
-        """Wait until all sent gradients have arrived."""
-        self._sources.flush()
+        return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
 
     def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
-        """Append the requests to the messages of the workers."""
+        """Append the requests to ``items``, and return the layout of the outputs."""
         vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]
         layout = _SeparateCalls(vectors, [], [], {}, [*self._tables.values()], purpose)
         calls_of_space: dict[AddressKey, list[int]] = defaultdict(list)
@@ -293,7 +286,7 @@ class ModuleTables:
                 kind = PoolRoute
             route = kind((0,), [self._locations[name]], bags.pooling, bags.weights_L is not None)
             sparse = SparseFeatures(bags.ids_L, bags.offsets, bags.weights_L, 1)
-            layout.bags.append((call, route.start(BatchIds(sparse), items)))
+            layout.bags.append((call, route.request(BatchIds(sparse), items)))
         for key, calls in sorted(calls_of_space.items()):
             sizes = [vectors[call][1] for call in calls]
             names, space = self._spaces[key]

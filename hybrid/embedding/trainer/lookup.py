@@ -1,9 +1,9 @@
 """A pending lookup: it converts workers' responses to vectors, and gradients of vectors to messages.
 
 In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
-lookup is outside of any context, and its responses are plain values. An autograd function at the start of the
-local graph sends the gradients of the responses. A message also carries the lookup of the step after the
-next, if any (``hybrid/engine/step_feed.py``).
+lookup is outside of any context, and its responses are plain values. In the backward pass, the autograd
+function that has assembled the responses sends their gradients. A message with gradients also carries the
+requests of a later lookup, if one is attached (``hybrid/engine/step_feed.py``).
 
 Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
 a tensor of zeros for each of them, to which distributed autograd sends the gradient.
@@ -12,7 +12,7 @@ a tensor of zeros for each of them, to which distributed autograd sends the grad
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +59,7 @@ class TableSources:
             each.wait()
 
     def flush(self) -> None:
-        """Wait until all messages have arrived; raise their errors."""
+        """Wait until the messages that carry gradients but no lookup have arrived; raise their errors."""
         sent = self._sent
         self._sent = []
         for each in sent:
@@ -70,26 +70,29 @@ class Lookup:
     """A pending lookup.
 
     Attributes:
+        is_prefetched: whether :meth:`send_gradients` sends the gradients, instead of distributed autograd.
         ranks_BF: for each feature of a sample, the index of a row of the first output, on the GPU; None if
             the first output already has the vectors of the samples.
     """
 
     def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, sources: TableSources) -> None:
+        self.is_prefetched = ticket.purpose is Purpose.PREFETCH
         self._ticket = ticket
         self._items = items
         self._layout = layout
         self._sources = sources
         self._clock = sources.clock
-        self._successor: Lookup | None = None
-        self._responses: dict[int, PendingResult[list[Tensor]]] = {}
+        self._attached: Lookup | None = None  # its requests are sent with the gradients of this lookup
+        self._responses: dict[int, PendingResult[list[Tensor]]] = {}  # by worker
+        # Of the received tensors: the type of the vectors that are not rows in bfloat16, and which ones are.
         self._wire_dtype = torch.float32
         self._is_bits: list[bool] = []
         self.ranks_BF: Tensor | None = None
 
-    def start(self, after: Lookup | None = None) -> Lookup:
-        """Send the requests now, or together with the gradients of an earlier lookup. Return ``self``."""
-        if after is not None:
-            after._successor = self
+    def send_or_attach(self, earlier: Lookup | None) -> Lookup:
+        """Send the requests now or, if ``earlier`` is given, with its gradients; return this lookup."""
+        if earlier is not None:
+            earlier._attached = self
             return self
         for worker, items in self._items.items():
             with self._clock.span("send") as span:
@@ -104,7 +107,10 @@ class Lookup:
             response.wait()
 
     def wait(self) -> Tensor:
-        """Wait for the responses. Return the first output (``pooled_BE``) on the device of ``ranks_BF``."""
+        """Wait for the responses, and return the vectors of the samples, ``pooled_BE``.
+
+        With ``ranks_BF``, a GPU copies the vectors from the rows of the first output.
+        """
         output = self.outputs()[0]
         if self.ranks_BF is None:
             return output
@@ -116,7 +122,8 @@ class Lookup:
         """Wait for the responses, and return the outputs.
 
         Raises:
-            ClusterError: the requests were never sent, since the gradients in the same message were not.
+            ClusterError: a worker failed; or the requests were never sent, because they are attached to a
+                lookup that has sent no gradients.
         """
         if self._responses.keys() != self._items.keys():
             raise ClusterError(
@@ -127,7 +134,7 @@ class Lookup:
         tensors = [tensor for response, size in responses for tensor in response[:size]]
         zeros = [tensor for response, size in responses for tensor in response[size:]]
         # Autograd records a function of plain values only if one of its inputs requires a gradient.
-        anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
+        anchor = torch.zeros(0, requires_grad=self.is_prefetched)
         with self._clock.span("assemble"):
             outputs: tuple[Tensor, ...] = _Assemble.apply(anchor, self, *tensors, *zeros)  # type: ignore[no-untyped-call]
         return outputs
@@ -142,30 +149,30 @@ class Lookup:
         responses = {worker: list(islice(rest, len(request))) for worker, request in self._items.items()}
         return self._layout.outputs(responses)
 
-    def response_gradients(self, output_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the response tensors, or None for each after sending the gradients."""
+    def split_gradients(self, output_grads: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
+        """Return the gradients of each worker's vectors, one per item; see :class:`OutputLayout`."""
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
-        if self._ticket.purpose is not Purpose.PREFETCH:
-            slots = [(worker, i) for worker, items in self._items.items() for i in range(len(items))]
-            grads = list(zip((by_slot[slot] for slot in slots), self._is_bits, strict=False))
-            of_items = [None if is_bits else grad for grad, is_bits in grads]
-            return of_items + [grad for grad, is_bits in grads if is_bits]
-        for worker, items in self._items.items():
-            self._send_gradients(worker, [by_slot[worker, i] for i in range(len(items))])
-        return [None] * len(by_slot)
+        return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
-    def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
-        """Send gradients to a worker; the message also carries the successor's request, if any."""
-        successor = self._successor
-        request = None if successor is None else LookupRequest(successor._ticket, successor._items[worker])
-        with self._clock.span("send") as span:
-            _record_bytes(span, grads, () if request is None else request.items)
-            response = self._sources.by_worker[worker].send_gradients(self._ticket, grads, request)
-        if successor is None:
-            self._sources.add(response)
-        else:
-            successor._expect(worker, response)
+    def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
+        """Put gradients into the order of :meth:`assemble`: None for rows in bfloat16, then their zeros'."""
+        grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
+        of_items = [None if is_bits else grad for grad, is_bits in grads]
+        return of_items + [grad for grad, is_bits in grads if is_bits]
+
+    def send_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send gradients to the workers. The messages also carry the requests of an attached lookup."""
+        for worker, grads in by_worker.items():
+            attached = self._attached
+            request = None if attached is None else LookupRequest(attached._ticket, attached._items[worker])
+            with self._clock.span("send") as span:
+                _record_bytes(span, grads, () if request is None else request.items)
+                response = self._sources.by_worker[worker].send_gradients(self._ticket, grads, request)
+            if attached is None:
+                self._sources.add(response)
+            else:
+                attached._expect(worker, response)
 
     def _expect(self, worker: int, response: PendingResult[list[Tensor]]) -> None:
         """Keep the pending response of a worker, and record its duration."""
@@ -193,7 +200,12 @@ class _Assemble(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.lookup.response_gradients(grads)
+        lookup: Lookup = ctx.lookup
+        by_worker = lookup.split_gradients(grads)
+        if lookup.is_prefetched:
+            lookup.send_gradients(by_worker)
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, *lookup.response_gradients(by_worker)
 
 
 def contiguous_copy(grad: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Routes: they convert the ids of a batch to requests, and responses to vectors of samples.
 
-A route covers ``features``. ``start`` adds requests to the messages of workers, and returns an assembler.
+A route covers ``features``. ``request`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
 of responses. No gradient is a view, since RPC sends whole storages. A sequence has one vector per position.
 These are the kinds of routes:
@@ -43,7 +43,7 @@ from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Location
 from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.primitives.key_buckets import KEY_BITS
+from hybrid.primitives.key_hashes import KEY_BITS
 
 Items: TypeAlias = Mapping[int, list[Item]]
 Responses: TypeAlias = Mapping[int, Sequence[Tensor]]
@@ -170,7 +170,7 @@ class RowRoute:
         self.features = features
         self._space = AddressSpace(locations)
 
-    def start(self, ids: BatchIds, items: Items) -> Assembler:
+    def request(self, ids: BatchIds, items: Items) -> Assembler:
         addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._space.dtype)
         self._space.write(ids.single(self.features), 0, addresses_BK)
         return self._space.request(addresses_BK.view(-1), (*addresses_BK.shape, self._space.dim), items)
@@ -188,7 +188,7 @@ class SequenceRoute:
         self._space = AddressSpace(locations)
         *self._first_F, self._num_positions = accumulate(sizes_F, initial=0)
 
-    def start(self, ids: BatchIds, items: Items) -> Assembler:
+    def request(self, ids: BatchIds, items: Items) -> Assembler:
         bounds = [ids.bounds(k) for k in self.features]
         parts = [slice(int(of_bags[0]), int(of_bags[-1])) for of_bags in bounds]
         addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=self._space.dtype)
@@ -257,7 +257,7 @@ class BagRoute:
                 bases_FS[f, at.shard.index] = at.start
             self._groups.append((of_group[0], bases_FS))
 
-    def start(self, ids: BatchIds, items: Items) -> Assembler:
+    def request(self, ids: BatchIds, items: Items) -> Assembler:
         is_partial = len(self._groups) > 1
         pooling, weights_L = ids.pooling_weights(*self._bags, is_partial)
         slots = []
@@ -295,7 +295,7 @@ class PoolRoute:
         self._bags = pooling, is_weighted
         self._space = AddressSpace(locations)
 
-    def start(self, ids: BatchIds, items: Items) -> Assembler:
+    def request(self, ids: BatchIds, items: Items) -> Assembler:
         space = self._space
         pooling, weights_L = ids.pooling_weights(*self._bags)
         shards = space.bases_KS, space.counts_K
@@ -329,7 +329,7 @@ class _PooledRows:
         return self.rows.gradients_of_bags(self.bags, grad_BFD.flatten(0, 1))
 
 
-# ``start(ids, items)`` appends the requests for the ids of a batch to ``items``, a list per worker. It
+# ``request(ids, items)`` appends the requests for the ids of a batch to ``items``, a list per worker. It
 # returns an assembler for the responses.
 Route: TypeAlias = RowRoute | SequenceRoute | BagRoute | PoolRoute
 # ``vectors(responses)`` returns the vectors of the features, (samples, features, dim).

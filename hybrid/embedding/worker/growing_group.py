@@ -36,7 +36,7 @@ from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.primitives.bfloat16_arrays import as_array, assign_rows
 from hybrid.primitives.huge_pages import zeros_in_large_pages
-from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of
+from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of
 from hybrid.updates.ticket import Purpose
 
 

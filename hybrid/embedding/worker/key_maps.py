@@ -29,7 +29,7 @@ import numpy.typing as npt
 from hybrid.embedding.kernels import Ints, compiled, prefetch_row
 from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import large_pages
-from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
+from hybrid.primitives.key_hashes import KEY_BITS, NUM_BUCKETS, bucket_of
 
 _SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
 
@@ -386,7 +386,6 @@ class KeyMap:
                 self._memory.madvise(mmap.MADV_DONTNEED, first * 16, slots_S2.nbytes)
 
     def _slots(self, bucket: int) -> Ints:
-        """Return the slots of a bucket."""
         log = int(self._logs_N[bucket])
         first = (NUM_BUCKETS + bucket) << log
         return self._slots_S2[first : first + (1 << log)]

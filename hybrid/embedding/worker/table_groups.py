@@ -28,7 +28,7 @@ from hybrid.embedding.bags import (
     concatenate,
     ids_dtype,
     pool_and_record,
-    pool_widened,
+    pool_vectors,
 )
 from hybrid.embedding.initial_rows import fill_random_rows, random_salt, read_initial_rows
 from hybrid.embedding.kernels import Ints
@@ -36,7 +36,7 @@ from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, StochasticRounding, Zeros
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 from hybrid.updates.ticket import Purpose
 
 # Bytes of rows, gradients and state in one block of an update. A block stays in the CPU cache.
@@ -153,7 +153,7 @@ class TableGroup:
         }
 
     def track_changes(self) -> None:
-        """Start to record which rows updates change, for the next delta. Forget earlier changes."""
+        """See :meth:`TableShards.track_changes`."""
         self._is_changed_R = self._zeros((len(self.weight_RD),), torch.bool)
 
     def note_changes(self, rows: Tensor | slice) -> None:
@@ -193,7 +193,7 @@ class TableGroup:
             return pool_and_record(self.weight_RD, bags)
         vectors_LD = self._buffers.empty((len(bags.ids_L), self.group.dim), self.weight_RD.dtype)
         torch.index_select(self.weight_RD, 0, bags.ids_L, out=vectors_LD)
-        return pool_widened(vectors_LD.to(self._dtype), bags) if is_pooled else (vectors_LD, bags)
+        return pool_vectors(vectors_LD.to(self._dtype), bags) if is_pooled else (vectors_LD, bags)
 
     def find_distinct_rows(self, bags: Sequence[Bags]) -> DistinctStepRows:
         """Find the distinct rows of a step; :meth:`merge` sums their gradients.

@@ -63,9 +63,8 @@ class TableShards(HostedModule, TableSource):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Items of prefetched lookups that wait for gradients, by trainer, step and index of the lookup; empty
-        # until a lookup runs.
-        self._prefetched: dict[tuple[int, int, int], list[Item]] = {}
+        # Items of prefetched lookups that wait for gradients, by Ticket.key; empty until a lookup runs.
+        self._prefetched: dict[Ticket, list[Item]] = {}
         self._distinct_rows: dict[int, DistinctStepRows] = {}  # rows of the next update, by group
         self._distinct_rows_lock = threading.Lock()
         is_ahead = rules.mode is UpdateMode.LOOKAHEAD
@@ -75,8 +74,6 @@ class TableShards(HostedModule, TableSource):
 
     def initialize(self, seed: int) -> dict[str, int]:
         """Fill every table with initial rows: rows from ``table.initial``, and random rows.
-
-        Random rows are a function of ``seed`` and the table's name.
 
         Returns:
             For each table with ``initial``, the number of rows here from it; see :func:`read_initial_rows`.
@@ -88,17 +85,19 @@ class TableShards(HostedModule, TableSource):
         recorded: list[Item] = []
         if ticket.purpose is Purpose.PREFETCH:
             # The last request gets the gradients, even if an abandoned request of the same step runs later.
-            self._prefetched[ticket.trainer, ticket.step, ticket.lookup_index] = recorded
-        work = partial(self._look_up, ticket, items, recorded)
+            self._prefetched[ticket.key] = recorded
+        work = partial(self._respond, ticket, items, recorded)
         return self.barrier.run_when_ready(ticket, work, is_large=is_large)
 
-    def _look_up(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
+    def _respond(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
+        """Return the response to a lookup. ``recorded`` receives the items of a prefetch."""
         if ticket.purpose is Purpose.PREDICT:
             return [self._as_stored(self.groups[g].pool(bags, ticket.purpose)[0]) for g, bags in items]
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
-                return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            pooled, recorded[:] = self.pool_and_record(items, ticket.purpose)
+                return [*_Pool.apply(self._anchor, self, ticket, items)]  # type: ignore[no-untyped-call]
+            pooled, recorded_items = self.pool_and_record(items, ticket.purpose)
+            recorded.extend(recorded_items)
             # A prefetch needs no response for the marks, since autograd does not compute their gradient.
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
@@ -133,15 +132,14 @@ class TableShards(HostedModule, TableSource):
         return {name: counts for group in self.groups for name, counts in group.take_counts().items()}
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
     ) -> Future[list[Tensor]]:
-        key = (ticket.trainer, ticket.step, ticket.lookup_index)
-        if key not in self._prefetched:
+        if ticket.key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
-        items = self._prefetched.pop(key)
-        self.contribute(ticket, items, grads, should_update_here=following is not None)
-        if following is not None:
-            return self.lookup(following.ticket, following.items)
+        items = self._prefetched.pop(ticket.key)
+        self.contribute(ticket, items, grads, should_update_here=attached is not None)
+        if attached is not None:
+            return self.lookup(attached.ticket, attached.items)
         response: Future[list[Tensor]] = Future()
         response.set_result([])
         return response
@@ -212,7 +210,7 @@ class TableShards(HostedModule, TableSource):
         """Find the distinct rows of a step after its lookups, while trainers compute the gradients."""
         with self.clock.span("distinct rows", step), self._distinct_rows_lock:
             bags_of: dict[int, list[Bags]] = {}
-            for key in sorted(key for key in list(self._prefetched) if key[1] == step):
+            for key in sorted(key for key in list(self._prefetched) if key.step == step):
                 for group, bags in self._prefetched.get(key, ()):  # empty if the gradients have just arrived
                     if self.groups[group].group.optimizer.name != "frozen":
                         bags_of.setdefault(group, []).append(bags)
@@ -243,7 +241,7 @@ class TableShards(HostedModule, TableSource):
         return TableUpdate(merged, step, factor, self._rules.check_finite, idle)
 
 
-class _Lookup(torch.autograd.Function):
+class _Pool(torch.autograd.Function):
     """Pooling whose backward pass contributes to the update barrier, without a sparse tensor.
 
     For each output of int16, there is a further output of zeros, which receives its gradient.

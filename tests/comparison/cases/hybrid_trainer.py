@@ -93,7 +93,7 @@ class Trainer:
 
     def _step(self, micro: MicroBatch[Batch]) -> None:
         with dist_autograd.context() as context:
-            output_B = self._model.module(self._feed.start(micro), self._clock)
+            output_B = self._model.module(self._feed.with_lookup(micro), self._clock)
             values_B = micro.batch.labels
             # Upstream multiplies (B, 1) with (B,), an outer product.
             assert output_B.shape == values_B.shape

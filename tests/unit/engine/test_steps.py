@@ -35,7 +35,7 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
     versions = [5, 5, 6, 7] if mode is UpdateMode.ASYNC else [5, 6, 7, 8]
     tickets: list[Ticket] = []
 
-    def lookup(ids: object, ticket: Ticket, after: object) -> object:
+    def lookup(ids: object, ticket: Ticket, earlier: object = None) -> object:
         tickets.append(ticket)
         return object()
 
@@ -45,7 +45,7 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
     feed.begin(iter([batch] * 4), 5)
     for step in feed:
         for micro in step.micro_batches:
-            feed.start(micro)
+            feed.with_lookup(micro)
         feed.end_step()
     assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
 

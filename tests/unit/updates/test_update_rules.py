@@ -97,7 +97,7 @@ def test_ticket_round_trip(purpose: Purpose) -> None:
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
 def test_steps_that_may_be_clipped_or_skipped_are_decided(clip_norm: float | None, non_finite: str) -> None:
     config = RunConfig(train=TrainSection(clip_norm=clip_norm, non_finite=non_finite))
-    rules = UpdateRules.of(config, Schedule())
+    rules = UpdateRules.of(config, Schedule(), config.cluster.trainers)
     assert rules.has_update_guard == (clip_norm is not None or non_finite == "skip")
     assert (rules.clip_norm, rules.check_finite) == (clip_norm, non_finite == "stop")
 

@@ -123,13 +123,13 @@ class FakeHost:
         return response
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
     ) -> Message | Future[list[Tensor]]:
         self.sent.append((ticket, list(grads), Message()))
-        if following is None:
+        if attached is None:
             return self.sent[-1][2]
-        self.exchanged.append((ticket, following.ticket))
-        return self.lookup(*following)
+        self.exchanged.append((ticket, attached.ticket))
+        return self.lookup(*attached)
 
 
 @pytest.fixture
@@ -170,16 +170,16 @@ def test_errors_of_completed_messages_are_raised(host: FakeHost, embeddings: Emb
 
 def test_flush_waits_for_all_sent_gradients(host: FakeHost, embeddings: Embeddings) -> None:
     """Otherwise a checkpoint would lack the last steps."""
-    embeddings.flush()  # none were
+    embeddings.sources.flush()  # none were
     for step in range(2):
         train(embeddings, step)
     first, second = (message for *_, message in host.sent)
     first.has_arrived = True
     with pytest.raises(AssertionError, match="nothing waits"):
-        embeddings.flush()
+        embeddings.sources.flush()
     train(embeddings, 2)
     host.sent[-1][2].has_arrived = second.has_arrived = True
-    embeddings.flush()
+    embeddings.sources.flush()
 
 
 def test_lookup_that_was_not_sent_raises(embeddings: Embeddings) -> None:

@@ -22,7 +22,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
-from hybrid.primitives.splitmix64 import next_of
+from hybrid.primitives.key_hashes import next_of
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_rows import initial_state, update_rows
 from hybrid.updates.update_rules import UpdateRules

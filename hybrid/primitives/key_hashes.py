@@ -1,10 +1,24 @@
-"""The buckets of a growing table: 1,024 equal ranges of 64-bit keys. Each bucket is on one worker."""
+"""Hashes of 64-bit numbers, and the buckets of growing tables, whose keys are such hashes."""
 
 import numpy as np
 import numpy.typing as npt
 
-NUM_BUCKETS = 1024
+NUM_BUCKETS = 1024  # equal ranges of keys; each bucket is on one worker
 KEY_BITS = 54  # the bits of a key above these lowest bits are the number of its bucket
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the hash of each number; different numbers have different hashes."""
+    return next_of(x * _STEP)
+
+
+def next_of(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the next random number of SplitMix64 (Steele et al. 2014) for each generator state in ``x``."""
+    x = x + _STEP
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
