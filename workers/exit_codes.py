@@ -96,7 +96,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
-    """Return the exit code of a process that ends with this error; see :func:`code_of`."""
+    """Return the exit code of a process that ends with this error; ``has_stepped``: see :func:`code_of`."""
     if isinstance(error, Interrupt | ReportedError):
         return error.code
     if isinstance(error, KeyboardInterrupt):
@@ -154,9 +154,14 @@ def handling(
 
 
 class StopRequest:
-    """A request to stop a run within ``seconds``. A signal sets it, and calls ``forward(code)``."""
+    """A request to stop a run, which a signal makes; see :meth:`handling_signals`.
 
-    def __init__(self, seconds: float, forward: Callable[[ExitCode], object] = lambda _: None) -> None:
+    Args:
+        seconds: if the run has not stopped within this time after the request, Interrupt is raised.
+        forward: called at the request.
+    """
+
+    def __init__(self, seconds: float, forward: Callable[[], object] = lambda: None) -> None:
         self.is_requested = False  # whether the run must stop
         self.code = ExitCode.DONE  # exit code of the process if the run must stop
         self._has_direct_signal = False  # one of STOP_SIGNALS has come
@@ -168,8 +173,7 @@ class StopRequest:
     def handling_signals(self) -> Iterator[None]:
         """Request a stop at the first signal in this block; a second signal goes to the previous handler.
 
-        SIGUSR1 and STOP_REQUEST also request a stop, but do not count as the first or second signal. If the
-        run takes too long to stop, Interrupt is raised.
+        SIGUSR1 and STOP_REQUEST also request a stop, but do not count as the first or second signal.
         """
         previous_handler = signal.signal(signal.SIGALRM, self._give_up)
         try:
@@ -190,7 +194,7 @@ class StopRequest:
         self.is_requested = True
         self.code = ExitCode.TERMINATED if number == STOP_REQUEST else ExitCode.of_signal(number)
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        self._forward(self.code)
+        self._forward()
 
     def _give_up(self, number: int, frame: FrameType | None) -> None:
         raise Interrupt(
@@ -201,10 +205,10 @@ class StopRequest:
 
 @contextmanager
 def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
-    """During this block, forward signals to the master, which stops all roles.
+    """Call ``forward(number)`` at each signal in this block: the role reports it to the master.
 
-    A second Ctrl-C ends the role at once. Other signals never do, because a scheduler may send them to all
-    roles, and more than once.
+    Ctrl-C after another signal ends the role at once. Other signals never do, because a scheduler may send
+    them to all roles, and more than once.
     """
     received = list[int]()
 

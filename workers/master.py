@@ -32,7 +32,12 @@ _HEARTBEAT_SECONDS = 1.0
 def report_cause(
     cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """Diagnose a failure, and report its cause and exit code to every role; see :func:`diagnose`."""
+    """Report the cause of a failure, and its exit code, to every role; return the cause.
+
+    Args:
+        when: see :func:`diagnose`.
+        code_of: returns the exit code of the cluster for the cause.
+    """
     try:
         cause = diagnose(error, when)
         announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
@@ -42,14 +47,19 @@ def report_cause(
 
 
 def diagnose(error: ClusterError, when: str) -> ClusterError:
-    """Return the error to report, which names a lost role; ``when`` is text such as "at step 12"."""
+    """Return the error to report, with the text ``when``, such as "at step 12".
+
+    If the loss of a role may be the cause, wait for its heartbeat to end.
+
+    Raises:
+        LostRoleError: by the thread of the heartbeats, during the wait.
+    """
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)
         error_with_step.args = (f"{error} {when}; its log may have the cause",)
         return error_with_step
     remote = error if isinstance(error, transport.RemoteError) else None
     if remote is None or not (remote.failure.is_logged or cause_of(remote) is Cause.REFUSED):
-        # The loss of a role may be the cause. Then the thread of the heartbeats raises a LostRoleError here.
         time.sleep(_HEARTBEAT_SECONDS)
     if remote is None:
         return ClusterError(f"{error} ({when})")
@@ -100,7 +110,10 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
 
 
 def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
-    """Return a function that returns the exit code of the cluster for an error; see :mod:`exit_codes`."""
+    """Return a function that maps an error to the exit code of the cluster.
+
+    For a training run, the code depends on whether the run has taken a step since this call.
+    """
     if not isinstance(task, TrainTask):
         return partial(exit_code, has_stepped=False)
     before = RunState.of(task.folder)

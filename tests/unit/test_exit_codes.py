@@ -101,7 +101,7 @@ def test_first_signal_requests_a_stop_and_the_second_is_passed_on(
     first: signal.Signals, passed_on: list[int]
 ) -> None:
     requested: list[ExitCode] = []
-    stop = StopRequest(SECONDS, requested.append)
+    stop = StopRequest(SECONDS, lambda: requested.append(stop.code))
     with stop.handling_signals():
         assert not stop.is_requested
         signal.raise_signal(first)

@@ -32,8 +32,8 @@ def deploy_tables(
     """Create the tables of a placement with their initial rows; HybridError if a host has no memory for them.
 
     Returns:
-        A stub of the tables of each worker, and for each table the number of initial rows that were read from
-        files (:func:`read_initial_rows`).
+        A stub of the tables of each worker, and for each table with ``initial`` the number of its rows that
+            were read from there.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
@@ -100,7 +100,12 @@ class HeldCheckpoint:
     def write(self) -> Manifest:
         """Write all files, complete the checkpoint, and return its manifest. Any thread may call this.
 
-        If a file cannot be written, CheckpointError is raised, and the unfinished checkpoint is removed.
+        After an error, the unfinished checkpoint is removed.
+
+        Raises:
+            CheckpointError: the checkpoint exists, or a file cannot be written.
+            StorageError: the store refuses a request of the master.
+            RemoteError, LostError: a role has failed.
         """
         partial = checkpoint_folders.begin(self.folder)
         try:

@@ -49,7 +49,8 @@ class TrainerReport:
     """A trainer's report of some steps."""
 
     losses: list[float]  # one value per step; the sum over the trainers is the loss of the step
-    # outputs, labels: of this trainer's samples, for the first task. Labels of samples of weight 0 are NaN.
+    # outputs, labels: of this trainer's samples, for the first task. Labels are NaN for samples of weight 0,
+    # and for all samples of a retrieval task.
     outputs: Tensor
     labels: Tensor
     phase_seconds: dict[str, float]  # time by phase
@@ -74,7 +75,7 @@ def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_tr
 class Trainer:
     """The object of a job in a trainer process. The master creates it and calls its methods.
 
-    ``steps_before`` is the number of steps taken since the start of the run.
+    In all methods, ``steps_before`` is the number of steps that the run has taken.
 
     Args:
         placement: the worker of each row.
@@ -144,11 +145,11 @@ class Trainer:
             self._loss = RetrievalLoss(config.retrieval, self._ranking.feature, counts_I, self._group)
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> TrainerReport:
-        """Train on this trainer's slice of some steps of an epoch of the prepared data set.
+        """Take ``num_steps`` steps of an epoch of the prepared data set, on this trainer's slices.
 
         Args:
             epoch: number of earlier passes over the data.
-            first_step, num_steps: steps within the epoch.
+            first_step: number of earlier steps of this epoch.
         """
         if self._stream is None or self._position != (epoch, first_step):
             self.close()
@@ -159,7 +160,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's lanes of a unit of a stream, at the position of the unit."""
+        """Begin to read this trainer's lanes of a unit of a stream, after the first ``unit.step`` steps."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -234,7 +235,10 @@ class Trainer:
         return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps, event_time)
 
     def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
-        """Return this trainer's predictions for ``num_steps`` (at least 1) batches of a split."""
+        """Return this trainer's predictions for ``num_steps`` (at least 1) batches of a split.
+
+        In a retrieval task, the call with ``first_step`` 0 also computes the item vectors for later calls.
+        """
         module = self._engine.model.module
         parts, loader = [], self._loaders[split]
         clock = StepClock()
@@ -285,7 +289,10 @@ class Trainer:
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
-        """Load the dense net, and if ``has_state`` its optimizer; CheckpointError for another net."""
+        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if it is of another net.
+
+        The state of its optimizer is loaded if ``has_state``, else reset.
+        """
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))
         of_placement = self._placement.convert(

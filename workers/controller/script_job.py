@@ -68,7 +68,7 @@ class ScriptRequest:
     # folder, manifest: of the checkpoint.
     folder: StoragePath = Path()
     manifest: Manifest | None = None
-    number: int = 0  # see PlacedTables
+    number: int = 0  # of the module; see module_index of PlacedTables
     texts: Mapping[str, str] = field(default_factory=dict)  # see Backend
 
 
@@ -179,7 +179,8 @@ def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: 
 class Script(Backend):
     """A script in a trainer process, and its backend, which sends requests to the master.
 
-    The master creates the object. It calls those public methods that are not methods of :class:`Backend`.
+    The master creates the object, and calls ``start``, ``next_request``, ``respond`` and ``write``. The
+    thread of the script calls the methods of :class:`Backend`.
 
     Args:
         task: the script, with its absolute path.

@@ -213,10 +213,7 @@ class Session:
             transport.gather([each.call(JobObject.record, self.recorded) for each in self._objects])
 
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
-        """Write a checkpoint of the current step: every worker writes its rows, trainer 0 the dense net.
-
-        ``hybrid evaluate`` and ``hybrid predict`` can use it.
-        """
+        """Write a checkpoint of the current step, and return its folder. Training waits meanwhile."""
         self.begin_save(folder, step, epoch, metrics, in_background=False).write()
         return folder
 
@@ -236,7 +233,8 @@ class Session:
         writing if the roles have copied their parts.
 
         Args:
-            progress, reports: the counts of the run, and the reports of trainers since the last log step.
+            metrics: of the last evaluation, for the manifest.
+            progress, reports: see :meth:`RunCounts.pack`.
             in_background: whether roles copy their parts, if the workers have enough memory.
         """
         progress = {**progress, **self._own_progress()}
@@ -264,9 +262,12 @@ class Session:
         return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
-        """Make every role copy its nets, and its rows that changed since the delta or checkpoint ``parent``.
+        """Make every role copy its nets, and its rows that changed since the last delta or checkpoint.
 
-        Without a ``data_folder``, the delta has the encoder, whose scaling may follow the stream.
+        A delta of a stream has the encoder, too, whose scaling may change from unit to unit.
+
+        Args:
+            parent: the identity of the last delta or checkpoint; see :func:`identity_of`.
         """
         manifest = Manifest(step, epoch, self.placement.shapes, progress={PARENT: parent})
         texts = {} if self._data_folder else {feature_encoder.FILE_NAME: self.encoder.to_json()}
@@ -358,6 +359,8 @@ class Session:
 
 class DatasetSession(Session):
     """A session that trains and evaluates on a prepared data set.
+
+    ``StreamSession`` inherits the evaluation, and sets the attributes itself.
 
     Attributes:
         ended_unit: the name of the unit of a stream that has ended, until the caller removes it.

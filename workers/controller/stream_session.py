@@ -31,13 +31,15 @@ from workers.controller.session import DatasetSession, Session
 
 
 class StreamSession(DatasetSession):
-    """A session that trains on the units of a stream. ``total_steps`` is unknown until the stream ends.
+    """A session that trains on the units of a stream.
+
+    Without ``train.max_steps``, ``total_steps`` is ``sys.maxsize`` until the stream ends.
 
     Args:
         stored: the checkpoint that will be loaded; None for a new run, which waits for its first unit.
 
     Raises:
-        ConfigError: there are more trainers than partitions of a topic.
+        ConfigError: there are more trainers than partitions of a topic; see also :class:`Session`.
         DataError: the first unit is missing, or cannot be read.
 
     Attributes:
@@ -90,7 +92,10 @@ class StreamSession(DatasetSession):
         return self._cursor.unit
 
     def is_ready(self, step: int) -> bool:
-        """Return whether there are rows for the next step. If not, wait for a moment, or end the run."""
+        """Return whether there are rows for step ``step + 1``; the trainers then read their unit.
+
+        If there are none, wait for a moment. If the stream has ended, set ``total_steps`` to ``step``.
+        """
         cursor, self.is_delta_due = self._cursor, False
         has_rows = cursor.has_rows()
         if cursor.unit is not None and not self._is_open:
@@ -114,7 +119,10 @@ class StreamSession(DatasetSession):
         return has_rows
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
-        """Take some steps of the unit on all trainers; fewer if rows are missing or a delta is due."""
+        """Take some steps of the unit on all trainers; fewer if rows are missing or a delta is due.
+
+        The unit determines the rows, so ``epoch`` and ``first_step`` are not used.
+        """
         num_steps, until = min(num_steps, self._cursor.num_ready), self._cursor.delta_time
         timeout = self._timeout_seconds(num_steps)
         reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps, steps_before, until)

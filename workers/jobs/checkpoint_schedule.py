@@ -254,7 +254,10 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> bool:
-        """Wait for the pending checkpoint; remove it after an error. Return whether one was pending."""
+        """Wait for the pending checkpoint or delta, if any; return whether one was pending.
+
+        If it could not be written, a warning is shown.
+        """
         if self._pending is None:
             return False
         with self._warn_on_failure(self._pending.step):
@@ -262,7 +265,12 @@ class Checkpoints:
         return True
 
     def write_last(self, now: TrainingState, is_stopped: bool = False) -> None:
-        """Write the last checkpoint of a run unless it exists; CheckpointError if writing fails."""
+        """Write the last checkpoint of a run unless it exists; CheckpointError if writing fails.
+
+        Args:
+            is_stopped: whether the run has stopped before its end. Then the last evaluation may be of an
+                earlier step, so it cannot be the best, and deltas may follow.
+        """
         self.finish()
         self._write_delta(now)
         best = self.best if is_stopped else self._choose_best(now, self.best)

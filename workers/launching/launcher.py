@@ -56,7 +56,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 
     Raises:
         ReportedError: a role failed; the message is the first cause.
-        HybridError: the limit of open files is too low.
+        HybridError: the limit of open files is too low, or the master or the server of metrics cannot listen.
         Interrupt: the user or the system requested a stop.
     """
     allow_open_files(config.cluster)
@@ -71,7 +71,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
             # The master has a shorter timeout. This timeout is for a master that does not react.
             seconds = config.cluster.timeout_seconds + 2 * config.cluster.stop_timeout_seconds
             stop = StopRequest(seconds, roles.request_stop)
-            failure = _run_once(server, roles, config, task, stop)
+            failure = _run_once(roles, task, stop)
             if failure is None:
                 return
             if restarts.is_finished():
@@ -82,7 +82,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
                 raise ReportedError(failure.message, code_of(failure.cause, has_stepped=False))
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
-            if roles.is_stop_requested:
+            if stop.is_requested:
                 state = run_access.describe_saved_state(folder, "launch")
                 message = f"{failure.message}; the run was asked to stop; {state}"
                 raise ReportedError(message, restarts.code_of(failure))
@@ -144,18 +144,16 @@ def namespace_hint(failure: str) -> str:
     return '; the processes of launch have no network unless cluster.namespace = "off"'
 
 
-def _run_once(
-    server: ForkServer, roles: RoleProcesses, config: RunConfig, task: Task, stop: StopRequest
-) -> RoleFailure | None:
+def _run_once(roles: RoleProcesses, task: Task, stop: StopRequest) -> RoleFailure | None:
     """Start a cluster and wait until all its processes have ended; return the first failure."""
     try:
-        roles.start(task, Secret.find(config.cluster.secret_file) or Secret.fresh())
+        roles.start(task, Secret.find(roles.config.cluster.secret_file) or Secret.fresh())
     except ClusterError as error:
         return RoleFailure(str(error), Cause.KILLED)
     with stop.handling_signals() if isinstance(task, TrainTask) else nullcontext():
         failure = roles.wait()
     roles.end()
-    if failure is not None and server.is_isolated:
+    if failure is not None and roles.server.is_isolated:
         return dataclasses.replace(failure, message=failure.message + namespace_hint(failure.message))
     return failure
 

@@ -133,7 +133,6 @@ class RoleProcesses:
     def __post_init__(self) -> None:
         self._processes: dict[str, RoleProcess] = {}
         self._ended_at: float | None = None  # the time of the first failure, or of the master's end
-        self.is_stop_requested = False  # whether the master was asked to stop
 
     def start(self, task: Task, secret: Secret) -> None:
         """Start every role; HybridError if the master cannot listen."""
@@ -165,9 +164,8 @@ class RoleProcesses:
             return RoleFailure(f"{stuck} did not stop after the master had finished", Cause.LOST)
         return self._first_failure()
 
-    def request_stop(self, code: ExitCode) -> None:
+    def request_stop(self) -> None:
         """Make the master save a checkpoint and stop; called by a signal handler during :meth:`wait`."""
-        self.is_stop_requested = True
         self.server.signal(str(MASTER), STOP_REQUEST)
 
     def end(self) -> None:

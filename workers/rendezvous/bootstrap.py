@@ -90,13 +90,11 @@ class RendezvousStore(dist.Store):
     Any thread can use the store, from Python and C++. An interrupt ends a wait. Torch keeps only the C++ part
     of this object, so the caller must keep the object as long as torch may use it.
 
+    Every method raises DistNetworkError if the master has ended, and ClusterError if it is frozen. ``get``
+    and ``wait`` raise DistStoreError if a key was not set in time.
+
     Args:
         timeout_seconds: default timeout of ``get`` and ``wait``.
-
-    Raises:
-        DistStoreError: a key was not set in time.
-        DistNetworkError: the connection to the master ended.
-        ClusterError: the master is frozen.
     """
 
     def __init__(self, connect: Callable[[], Channel], timeout_seconds: float) -> None:
@@ -231,8 +229,9 @@ def join(
         ClusterError: there is no master, the role is already taken, or another role was lost.
         ConfigError: a setting is not allowed for one role, this host does not have the configured interface,
             or the master has another secret.
-        HybridError: the cluster has no such role, or the master has other versions.
-        StoppedError: the run has ended; see its exit code.
+        HybridError: the cluster has no such role, the master has other versions, or the limit of open files
+            is too low.
+        StoppedError: the run or the master has ended; see its exit code.
     """
     own = apply_settings(RunConfig(), settings).cluster
     channel = connect(address, secret, _FIRST_INTERVAL, own.start_timeout_seconds)

@@ -99,9 +99,9 @@ def register(channel: Channel, registration: Registration) -> str:
     The role must send heartbeats from now on.
 
     Raises:
-        ClusterError: the role is registered already, or the master has ended or is frozen.
+        ClusterError: the role is registered already, or the master is frozen.
         HybridError: the cluster has no such role, or other versions.
-        StoppedError: the run has ended.
+        StoppedError: the run or the master has ended.
     """
     try:
         channel.send(HEARTBEATS, registration.packed())

@@ -98,12 +98,15 @@ class RendezvousServer:
         self._thread.join(_END_SECONDS)
 
     def stop(self, message: StopMessage, wait_seconds: float) -> None:
-        """Report the first failure of the run to every role, and wait until all roles have left."""
+        """Send a message to every role, unless another was sent; wait until all roles have left.
+
+        A role receives the message in the response to its next heartbeat. The wait has a time limit.
+        """
         self._call_soon(self._stop, message)
         self.await_departures(wait_seconds)
 
     def await_members(self, timeout_seconds: float) -> dict[Role, Registration]:
-        """Wait until every other role has registered; ClusterError if one is missing after the timeout."""
+        """Return the registration of every other role; ClusterError if one is missing after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while missing := [role for role in self._topology.roles[1:] if role not in self._members]:
             if time.monotonic() > deadline:
@@ -113,7 +116,7 @@ class RendezvousServer:
         return {role: self._members[role] for role in self._topology.roles[1:]}
 
     def await_departures(self, timeout_seconds: float) -> None:
-        """Wait until every role has left or is lost."""
+        """Wait until every role has left or is lost, or until the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while (self._silent_turns or self._arriving) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -95,7 +95,10 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
 
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
-    """Yield a temporary folder for logs. It is kept only if an error message contains the folder's path."""
+    """Yield a temporary folder for logs; remove it at the end, unless a HybridError names the folder.
+
+    Folders of earlier commands that were killed are removed, too.
+    """
     _remove_stale_logs(prefix)
     with run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder"):
         folder = Path(tempfile.mkdtemp(prefix=prefix))
