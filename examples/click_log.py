@@ -1,8 +1,7 @@
 """The training script that the examples on click logs share.
 
-It trains on the built-in click log, or on that of ``--config FILE``. On a cluster the file is given to the
-command, ``hybrid run SCRIPT --config FILE``, and ``--set`` changes single keys. Each categorical column has
-one value per sample.
+It trains on the built-in click log, or on the data of ``--config FILE``. On a cluster, give the file to the
+command: ``hybrid run SCRIPT --config FILE``. Each categorical column must have one value per sample.
 """
 
 from argparse import ArgumentParser

@@ -1,8 +1,8 @@
-"""Small data sets of hidden models: for the nets of ``hybrid.models``, with a best score that is known.
+"""Small synthetic data sets with a known model, for the nets of ``hybrid.models``.
 
-Each function gives samples as a dict of tensors, as ``cluster.batches`` takes it. The hidden model follows
-from the seed, the samples from the seed and the split ("train", "test"). Labels are drawn from the hidden
-model's probabilities, whose logits are given too: nothing can rank the labels better than these.
+Each function returns samples as a dict of tensors, as ``cluster.batches`` takes it. The seed determines the
+known model; seed and split ("train", "test") determine the samples. Labels are drawn from the known model's
+probabilities. The samples have its logits, too: no other scores rank the labels better on average.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ LONGEST_HISTORY = 12
 
 
 def interests(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
-    """A candidate is clicked on if the user's history has items of its category, whatever else is in there.
+    """Clicks on candidates: the more items of its category the user's history has, the more likely.
 
     ::
 
@@ -56,7 +56,7 @@ def interests(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def sequences(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
-    """The next item follows from the last one and from the third last one, so order counts.
+    """Sequences of items: the last and the third last item determine the probabilities of the next one.
 
     ::
 
@@ -64,8 +64,8 @@ def sequences(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
 
     Returns:
         ``history`` (B, LONGEST_HISTORY) of ids from 1, the oldest first, padded with 0; ``next`` and
-        ``other`` (B, LONGEST_HISTORY), the item that came after each and one drawn at random;
-        ``candidates`` (B, 2), both after the last one, and the logarithms of their
+        ``other`` (B, LONGEST_HISTORY): the item after each item of the history, and a random item;
+        ``candidates`` (B, 2): ``next`` and ``other`` after the last item; the logarithms of their
         probabilities, ``logits`` (B, 2).
     """
     draw = _generator(seed, "sequences")
@@ -99,14 +99,13 @@ def sequences(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def two_labels(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
-    """Two labels that agree on half of what users like, and differ on the rest.
+    """Two labels, such as click and conversion, that agree on two of four factors of users and items.
 
     ::
 
         logit_k = effects of user and item on k + u . (g_k * v)      g_1 = (1, 1, 1, 1), g_2 = (1, 1, -1, -1)
 
-    The effects of the two labels are correlated by 0.6. They are drawn independently of each other, so that
-    the second may be taken as the conversion of those of which the first is the click.
+    The effects on the two labels have a correlation of 0.6. Given the logits, the labels are independent.
 
     Returns:
         ``user`` and ``item`` (B), ``labels`` (B, 2) and their ``logits`` (B, 2).
@@ -129,9 +128,9 @@ def two_labels(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]
 
 
 def choice_logits(seed: int = 0) -> Tensor:
-    """What each user thinks of each item in :func:`choices`, (NUM_USERS, NUM_ITEMS).
+    """Return the logits by user and item of :func:`choices`, (NUM_USERS, NUM_ITEMS).
 
-    An item's popularity, of which a few have much, and the product of a user's factors and the item's.
+    A logit is the popularity of the item plus the product of the factors of user and item.
     """
     draw = _generator(seed, "choices")
     popularity_I = 1.5 * torch.randn(NUM_ITEMS, generator=draw)
@@ -140,7 +139,7 @@ def choice_logits(seed: int = 0) -> Tensor:
 
 
 def choices(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
-    """Each sample is a user's choice among all items, by the softmax of his :func:`choice_logits`.
+    """Choices among all items, each by the softmax of the user's row of :func:`choice_logits`.
 
     Returns:
         ``user`` and ``item`` (B).

@@ -13,6 +13,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
+from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
 from workers.controller.script_job import ScriptJob
@@ -23,7 +24,7 @@ from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
 from workers.rendezvous.host_setup import DEFAULT_PORT, listen
 from workers.rendezvous.interrupt import LostRoleError, describe_final_error
-from workers.run_folder.run_access import RunState
+from workers.run_folder.run_access import RunState, checkpoint_root
 
 # The heartbeat connection of a lost role closes within this time, and then an error names the role.
 _HEARTBEAT_SECONDS = 1.0
@@ -32,12 +33,7 @@ _HEARTBEAT_SECONDS = 1.0
 def report_cause(
     cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """Report the cause of a failure, and its exit code, to every role; return the cause.
-
-    Args:
-        when: see :func:`diagnose`.
-        code_of: returns the exit code of the cluster for the cause.
-    """
+    """Report the cause of a failure (:func:`diagnose`) and its exit code to every role; return the cause."""
     try:
         cause = diagnose(error, when)
         announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
@@ -49,10 +45,7 @@ def report_cause(
 def diagnose(error: ClusterError, when: str) -> ClusterError:
     """Return the error to report, with the text ``when``, such as "at step 12".
 
-    If the loss of a role may be the cause, wait for its heartbeat to end.
-
-    Raises:
-        LostRoleError: by the thread of the heartbeats, during the wait.
+    If the loss of a role may be the cause, wait: the thread of the heartbeats then raises a LostRoleError.
     """
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)
@@ -95,9 +88,16 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         with lead(config, secret, bound, code_of) as cluster:
             here, members = filesystem_id(), cluster.members.items()
             folders = SharedFolders([role for role, member in members if member.files != here])
-            data = partial(ensure_prepared, config, view.status)
+
+            def prepare_data() -> StoragePath:
+                data = ensure_prepared(config, view.status)
+                folders.check_data(data)
+                return data
+
             try:
-                code = job.run(cluster.topology, data, view, folders)
+                if isinstance(task, TrainTask):
+                    folders.check_run(checkpoint_root(task.folder))
+                code = job.run(cluster.topology, prepare_data, view)
             except (transport.RemoteError, transport.LostError, LostRoleError) as error:
                 raise report_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:

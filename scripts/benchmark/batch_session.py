@@ -1,4 +1,4 @@
-"""Training on batches of a function, which the benchmark and the comparison tests need."""
+"""A session that trains on batches from a function, for the benchmark and for comparison tests."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -9,12 +9,9 @@ from workers.controller.session import Session
 
 
 class BatchTrainer(Trainer):
-    """A trainer that trains on batches of a function."""
-
     def train_on(
         self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int, is_aligned: bool
     ) -> TrainerReport:
-        """See :meth:`BatchSession.train_on`."""
         self.close()
         batches: Iterator[Batch] = iter(make_batches(self._index))
         if is_aligned:
@@ -25,7 +22,7 @@ class BatchTrainer(Trainer):
 
 
 class BatchSession(Session):
-    """A session whose batches contain rows of tables. Its models read numbers and rows from files."""
+    """A session without a data set: its batches come from a function, and already have ids as rows."""
 
     trainer_class = BatchTrainer
 

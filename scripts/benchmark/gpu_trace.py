@@ -27,7 +27,8 @@ def traced(batches: list[Batch], num_ahead: int, file: Path) -> Iterator[Batch]:
     """Yield batches of a trainer; write the :class:`GpuStep` of their steps to a JSON file.
 
     Args:
-        num_ahead: how many steps before its own a batch is read; the last steps are not traced then.
+        num_ahead: how many steps ahead of training the batches are read. The trace ends with the last batch,
+            so it lacks as many steps.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield from batches

@@ -87,7 +87,7 @@ def select_batches(workload_name: str, trainers: int, steps: range, trainer: int
 def trace_batches(
     workload_name: str, trainers: int, steps: range, num_ahead: int, files: Sequence[Path], trainer: int
 ) -> Iterator[Batch]:
-    """Yield the batches of a trainer for some steps, whose trace is summed up in its file."""
+    """Yield the batches of a trainer for some steps, and write a summary of their trace to its file."""
     return traced(select_batches(workload_name, trainers, steps, trainer), num_ahead, files[trainer])
 
 

@@ -33,7 +33,6 @@ from hybrid.inference.trained_module import TrainedModule
 from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.cli import main
 from workers.cluster_task import TrainTask
-from workers.controller.shared_folders import SharedFolders
 from workers.controller.stream_session import StreamSession
 from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import JoinedCluster
@@ -245,9 +244,9 @@ def train_stream(cluster: JoinedCluster, config: RunConfig, run: Path, last: int
         return sessions[-1]
 
     job = Training(config, TrainTask(run, run.exists(), time.time()))
-    with View(run, last, saved) as view, patch("workers.jobs.training_job.StreamSession", make):
+    with View(run, last, saved) as view, patch("workers.controller.stream_session.StreamSession", make):
         try:
-            job.run(cluster.topology, Path, view, SharedFolders([]))
+            job.run(cluster.topology, Path, view)
         except InterruptedRunError:
             with closing(sessions[-1]):
                 pass

@@ -269,12 +269,12 @@ def losses_after(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch
     """Return the losses after a checkpoint: of the same session, and of one that loaded it."""
     found = []
     with opened(cluster, config, cache) as session:
-        session.train(0, 0, 3, 0)
+        session.train(0, 3)
         session.save(scratch / "saved", 3, 0)
-        found += [report.losses for report in session.train(0, 3, 3, 3)]
+        found += [report.losses for report in session.train(3, 3)]
     with opened(cluster, config, cache) as session:
         session.load(Checkpoint.open(scratch / "saved"))
-        found += [report.losses for report in session.train(0, 3, 3, 3)]
+        found += [report.losses for report in session.train(3, 3)]
     return found
 
 
@@ -299,11 +299,11 @@ def test_trainers_resume_with_their_own_nets(clusters: Clusters, cache: Path, tm
 def saved_twice(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch: Path) -> list[Manifest]:
     """Return a checkpoint written at once, and one of the same step written after further steps."""
     with opened(cluster, config, cache) as session:
-        session.train(0, 0, 3, 0)
+        session.train(0, 3)
         session.save(scratch / "at-once", 3, 0)
         held = session.begin_save(scratch / "later", 3, 0)
         assert held.is_copied
-        session.train(0, 3, 3, 3)
+        session.train(3, 3)
         held.write()
     return [Checkpoint.open(scratch / name).manifest for name in ("at-once", "later")]
 

@@ -41,7 +41,7 @@ def evaluate_twice(
     """Return the metrics before and after some steps of one job."""
     with opened(cluster, config, cache) as session:
         before = session.evaluate(0)
-        session.train(0, 0, num_steps, 0)
+        session.train(0, num_steps)
         return before, session.evaluate(num_steps)
 
 

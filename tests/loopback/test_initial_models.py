@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from support.cluster import LocalTopology
 from support.trained import clicks_config, predicted_columns, write_clicks
 
+from hybrid import transport
 from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
@@ -23,8 +24,8 @@ from hybrid.inference.trained_run import TrainedRun
 from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.cluster_task import CompareTask, TrainTask
 from workers.console.terminal import TerminalView
+from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession
-from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.comparison import Comparison, Snapshot, snapshot
 from workers.jobs.training_job import Training
@@ -69,7 +70,7 @@ def state(session: DatasetSession) -> Snapshot:
 def trained(folder: Path, config: RunConfig, steps: int = 3) -> Path:
     """Return a checkpoint after some steps."""
     with opened(config) as session:
-        session.train(0, 0, steps, 0)
+        session.train(0, steps)
         return Path(str(session.save(folder, steps, 0)))
 
 
@@ -81,11 +82,11 @@ def test_first_step_equals_the_step_of_a_resumed_run(update: str, tmp_path: Path
     with opened(config, is_new=False) as session:
         session.load(Checkpoint.open(stored))
         before = state(session)
-        session.train(0, 3, 1, 3)
+        session.train(3, 1)
         expected = state(session)
     with opened(day(tmp_path, 1, stored, train=train)) as session:
         start = state(session)
-        session.train(0, 3, 1, 0)
+        transport.gather([each.call(Trainer.train, 0, 3, 1, 0) for each in session.trainers])
         actual = state(session)
     assert start.keys() == before.keys()
     assert all(torch.equal(start[name], before[name]) for name in before)
@@ -136,7 +137,7 @@ def run_training(config: RunConfig, folder: Path, *, resume: bool = False) -> Ma
     data = prepare(config, Path(config.data.cache_folder))
     with TerminalView() as view:
         job = Training(config, TrainTask(folder, resume, time.time()))
-        assert job.run(TOPOLOGY, lambda: data, view, SharedFolders([])) == ExitCode.DONE
+        assert job.run(TOPOLOGY, lambda: data, view) == ExitCode.DONE
     return Checkpoint.newest_valid(folder, print).manifest
 
 
@@ -170,4 +171,4 @@ def test_one_process_starts_with_the_same_model(update: str, tmp_path: Path) -> 
     data = prepare(config, Path(config.data.cache_folder))
     with TerminalView() as view:
         job = Comparison(config, CompareTask(4, tmp_path / "result"))
-        assert job.run(TOPOLOGY, lambda: data, view, SharedFolders([])) == ExitCode.DONE
+        assert job.run(TOPOLOGY, lambda: data, view) == ExitCode.DONE

@@ -32,7 +32,6 @@ from hybrid.updates.ticket import Ticket
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.script_job import ScriptJob
-from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("loopback")
@@ -79,7 +78,7 @@ def test_a_script_may_be_silent_for_longer_than_the_timeout(
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     (script := tmp_path / "train.py").write_text(f"import time\ntime.sleep({2 * seconds})")
     job = ScriptJob(small_config(cluster={"timeout_seconds": seconds}), ScriptTask(str(script), ()))
-    assert job.run(LocalTopology(1, 1), Path, TerminalView(), SharedFolders([])) == ExitCode.DONE
+    assert job.run(LocalTopology(1, 1), Path, TerminalView()) == ExitCode.DONE
 
 
 def delay_last_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

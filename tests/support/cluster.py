@@ -31,7 +31,6 @@ from hybrid.transport import LostError
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.script_job import ScriptJob
-from workers.controller.shared_folders import SharedFolders
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
 from workers.rendezvous.host_setup import MasterAddress, listen
 from workers.rendezvous.interrupt import LostRoleError
@@ -82,7 +81,7 @@ def run_script(
     config = small_config(cluster=sizes, dense={"device": device}, train={"dtype": "float64", **train})
     with TerminalView() as view:
         job = ScriptJob(config, ScriptTask(script, tuple(map(str, arguments))))
-        job.run(topology, Path, view, SharedFolders([]))
+        job.run(topology, Path, view)
 
 
 class CaseError(Exception):

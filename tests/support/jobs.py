@@ -21,7 +21,6 @@ from workers.cluster_task import CompareTask
 from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession
-from workers.controller.shared_folders import SharedFolders
 from workers.jobs.comparison import Comparison, Snapshot, snapshot
 from workers.rendezvous.bootstrap import JoinedCluster
 
@@ -58,7 +57,7 @@ def train(
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
         before = snapshot(session)
-        reports = session.train(0, 0, num_steps, 0)
+        reports = session.train(0, num_steps)
         after = snapshot(session)
         nets = []
         for index, trainer in enumerate(session.trainers):
@@ -74,7 +73,7 @@ def evaluate(
 ) -> tuple[Snapshot, Metrics]:
     """Return all rows after the first steps of an epoch, and the metrics of the test samples."""
     with opened(cluster, config, cache) as session:
-        session.train(0, 0, num_steps, 0)
+        session.train(0, num_steps)
         return snapshot(session), session.evaluate(num_steps)
 
 
@@ -89,11 +88,11 @@ def evaluate_in_two_parts(
     """Do the same as :func:`evaluate`, with a checkpoint and a fresh job, of ``later``, in the middle."""
     half = num_steps // 2
     with opened(cluster, config, cache) as session:
-        session.train(0, 0, half, 0)
+        session.train(0, half)
         session.save(scratch / "saved", half, 0)
     with opened(cluster, later or config, cache) as session:
         session.restore(Checkpoint.open(scratch / "saved"))
-        session.train(0, half, num_steps - half, half)
+        session.train(half, num_steps - half)
         return snapshot(session), session.evaluate(num_steps)
 
 
@@ -102,5 +101,5 @@ def compare(cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_s
     with open(os.devnull, "w", encoding="utf-8") as null, tempfile.TemporaryDirectory() as scratch:
         view = TerminalView(Console(file=null))
         Comparison(config, CompareTask(num_steps, Path(scratch) / "result")).run(
-            cluster.topology, lambda: prepared_in(config, cache), view, SharedFolders([])
+            cluster.topology, lambda: prepared_in(config, cache), view
         )

@@ -26,7 +26,6 @@ from workers.console.terminal import TerminalView, TrainingProgress
 from workers.controller.deployment import HeldCheckpoint
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import DatasetSession
-from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import STOP_REQUEST, ExitCode
 from workers.jobs import training_job
 from workers.rendezvous.bootstrap import JoinedCluster
@@ -85,11 +84,11 @@ class StoppedSession(DatasetSession):
     moment = ("", 0)
     calls: list[int]
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
+    def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
         self.calls.append(num_steps)
         if self.moment[0] == "training" and steps_before <= self.moment[1] < steps_before + num_steps:
             signal.raise_signal(STOP_REQUEST)
-        return super().train(epoch, first_step, num_steps, steps_before)
+        return super().train(steps_before, num_steps)
 
     def evaluation(self, steps_before: int, split: str) -> Iterator[list[Predictions]]:
         activity = "evaluating" if split == self.config.data.selection_split else "testing"
@@ -127,10 +126,11 @@ def _run(
     job = "workers.jobs.training_job"
     seconds = training_job.CALL_SECONDS if call_seconds is None else call_seconds
     code = None
-    with view, patch(f"{job}.DatasetSession", make), patch(f"{job}.CALL_SECONDS", seconds):
+    session = "workers.controller.stream_session.DatasetSession"
+    with view, patch(session, make), patch(f"{job}.CALL_SECONDS", seconds):
         try:
             code = training_job.Training(config, task).run(
-                cluster.topology, lambda: prepared_in(config, cache), view, SharedFolders([])
+                cluster.topology, lambda: prepared_in(config, cache), view
             )
         except InterruptedRunError:
             sessions[-1].close()

@@ -115,7 +115,6 @@ def compare_command(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace, config: RunConfig, folder: Path, lock: int) -> None:
-    """Compare, and write the differences into the scratch folder."""
     result = folder / _DIFFERENCES
     if options.script is None:
         from hybrid.data.parse.column_check import check_columns
@@ -153,9 +152,7 @@ def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
 
 @contextmanager
 def _json_output(is_json: bool) -> Iterator[dict[str, Any]]:
-    """Yield a dictionary. With ``is_json``, all output of the block goes to stderr, also of processes that it
-    starts, and the dictionary is printed at the end.
-    """
+    """Yield a dictionary. If ``is_json``, print it at the end, and send all other output to stderr."""
     result: dict[str, Any] = {}
     if not is_json:
         yield result

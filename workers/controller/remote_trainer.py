@@ -112,7 +112,7 @@ class Trainer:
         self._warning = synchronize_batch_norms(net, config, self._group)
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, remote_net)
-        self._placement = apply_backend(model, blueprint, devices)
+        self._net_placement = apply_backend(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), rules.schedule)
         self._engine = StepEngine[Batch](
             config,
@@ -122,13 +122,13 @@ class Trainer:
             remote_tables,
             remote_net,
             model,
-            self._placement,
+            self._net_placement,
             devices,
             self._clock,
         )
         self._stream: BatchStream | None = None
         self._reader: Reader | None = None
-        self._position = (-1, 0)
+        self._position = (-1, 0)  # the epoch and the step in it that the stream of a data set reaches next
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
         self._loaders: dict[str, BatchLoader] = {}
         if data_source is not None:
@@ -278,7 +278,7 @@ class Trainer:
             is_delta: whether to copy the net without its optimizer.
         """
         net, state = self._engine.model.net, self._optimizer.optimizer.state_dict()["state"]
-        full = self._placement.convert(net, net.state_dict(), state, full_tensor)
+        full = self._net_placement.convert(net, net.state_dict(), state, full_tensor)
         if name is not None:
             self._held = name, pack_dense(full[0], {} if is_delta else full[1])
 
@@ -295,7 +295,7 @@ class Trainer:
         """
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))
-        of_placement = self._placement.convert(
+        of_placement = self._net_placement.convert(
             self._engine.model.net, net, state if has_state else {}, local_shard
         )
         load_state(self._engine.model.net, of_placement[0], folder)

@@ -50,7 +50,6 @@ from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables
-from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.run_folder.run_access import RESULT_FILE, record_script_folder, run_write_errors
 
@@ -87,9 +86,7 @@ class ScriptJob:
         self._tables: list[list[transport.RemoteTables]] = []  # of each module
         self._data: StoragePath | None = None
 
-    def run(
-        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
-    ) -> ExitCode:
+    def run(self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView) -> ExitCode:
         """Run the script to its end on every trainer."""
         view.close()  # trainer 0 prints
         task = self._task
@@ -112,7 +109,6 @@ class ScriptJob:
                 self._tables.append([*workers.values()])
             elif request.action == "prepare":
                 self._data = data()
-                folders.check_data(self._data)
                 response = str(self._data.absolute())
             elif request.action == "save":
                 response = self._save(request, scripts[0])
@@ -267,9 +263,7 @@ class Script(Backend):
             raise CheckpointError(message) from error_class(kind)(message)
 
     def load(self, number: int, stored: Checkpoint) -> None:
-        folder = stored.folder.absolute()
-        manifest = stored.manifest
-        self._send(ScriptRequest("load", folder=folder, manifest=manifest, number=number))
+        self._send(ScriptRequest("load", (), stored.folder.absolute(), stored.manifest, number))
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from hybrid.config.validation import recorded_steps
 from hybrid.data.batches import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
@@ -74,7 +75,7 @@ class Session:
         encoder: the encoder of a stream; without it, numbers and ids stay unchanged.
         encoder_folder: folder with the encoder of a stream, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
-        warn: called with a line for each part of the initial model that is not found.
+        warn: called with each warning about the dense net or the initial model.
 
     Raises:
         HybridError: a worker's host has no memory for its tables.
@@ -82,7 +83,6 @@ class Session:
 
     Attributes:
         encoder: the encoder that checkpoints contain; used only without a ``data_folder``.
-        warning: a warning to show before training; None if there is none.
         initial: the initial model; None if it is not read.
         hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
         recorded: the steps that every role records for [profile], from the start or resume of the run.
@@ -137,7 +137,9 @@ class Session:
         ]
         self.trainers: list[transport.Remote[Trainer]] = transport.gather(created)
         self._objects: list[transport.Remote[JobObject]] = [*self.trainers, *self.hosted]
-        self._net, self.warning = self.trainers[0].call(Trainer.describe).wait()
+        self._net_size, warning = self.trainers[0].call(Trainer.describe).wait()
+        if warning is not None:
+            warn(warning)
         if self.initial is not None:
             self.initial.notes += self.initial.describe_matches(matches)
             self._load_initial_nets(self.initial, remote_net)
@@ -159,7 +161,7 @@ class Session:
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
         }
         return (
-            f"dense net {dense.net}: {self._net}{remote}, {dense.optimizer_call[0]} "
+            f"dense net {dense.net}: {self._net_size}{remote}, {dense.optimizer_call[0]} "
             f"with learning rate {dense.learning_rate:g}",
             f"{count}: {rows}, {num_bytes / 2**20:,.1f} MiB with optimizer state, {', '.join(optimizers)}",
         )
@@ -258,7 +260,6 @@ class Session:
         )
 
     def _own_progress(self) -> dict[str, Any]:
-        """Return the state of the session for the progress of a checkpoint."""
         return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
@@ -323,7 +324,6 @@ class Session:
             raise
 
     def _load_nets(self, stored: Checkpoint, has_state: bool) -> list[transport.Pending[None]]:
-        """Start to load the dense nets of trainers from a checkpoint."""
         dense, calls = load_config(stored.files_folder / CONFIG_FILE, is_stored=True).dense, []
         path, bulk = stored.folder.absolute(), BULK_TIMEOUT_SECONDS
         for index, trainer in enumerate(self.trainers):
@@ -411,8 +411,12 @@ class DatasetSession(Session):
             warn=warn,
         )
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
-        """Take some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
+    def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
+        """Take steps of one epoch on all trainers, after the first ``steps_before`` steps of the run.
+
+        A session of a stream takes fewer steps if rows are missing or a delta is due.
+        """
+        epoch, first_step = divmod(steps_before, self.steps_per_epoch)
         timeout = self._timeout_seconds(num_steps)
         return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
 
@@ -424,6 +428,11 @@ class DatasetSession(Session):
     def is_ready(self, step: int) -> bool:
         """Return whether the rows of step ``step + 1`` exist; a session of a stream may wait for them."""
         return True
+
+    def open_split(self, split: str) -> PreparedDataset:
+        """Return a split of the prepared data set."""
+        assert self._data_folder is not None
+        return open_split(self._data_folder, split, self.config.data)
 
     def has_rows(self, split: str) -> bool:
         return self.reports[split].num_rows > 0

@@ -96,7 +96,6 @@ class SharedFolders:
 
 
 def _check(key: str, file: StoragePath, content: bytes, writes: Mapping[Role, bool]) -> None:
-    """Check a file on all roles; raise the first error."""
     master = socket.gethostname()
     checks = [
         transport.create(role, check_folder, key, file, content, will_write, master, timeout_seconds=_SECONDS)

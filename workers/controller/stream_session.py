@@ -25,9 +25,28 @@ from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import Topology
+from workers.console.terminal import TerminalView
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS
 from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.controller.session import DatasetSession, Session
+
+
+def open_session(
+    topology: Topology,
+    config: RunConfig,
+    stored: Checkpoint | None,
+    data: Callable[[], StoragePath],
+    view: TerminalView,
+) -> DatasetSession:
+    """Return the session of a configured run: of its stream, or of the prepared data from ``data()``.
+
+    ``stored`` is the checkpoint that will be loaded; None for a new run.
+    """
+    if config.data.is_stream:
+        return StreamSession(topology, config, stored, view.warn, view.status)
+    data_folder = data()
+    view.status("placing tables and building nets")
+    return DatasetSession(topology, config, data_folder, is_new=stored is None, warn=view.warn)
 
 
 class StreamSession(DatasetSession):
@@ -58,7 +77,6 @@ class StreamSession(DatasetSession):
         check_custom_metrics(config.all_tasks)
         self._report = report
         self._is_open = False  # whether the trainers read the unit
-        self.meanwhile = lambda: None
         self.config = config
         self._cursor = cursor = StreamCursor(config, warn, report)
         if stored is None:
@@ -118,11 +136,7 @@ class StreamSession(DatasetSession):
             self.meanwhile()
         return has_rows
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
-        """Take some steps of the unit on all trainers; fewer if rows are missing or a delta is due.
-
-        The unit determines the rows, so ``epoch`` and ``first_step`` are not used.
-        """
+    def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
         num_steps, until = min(num_steps, self._cursor.num_ready), self._cursor.delta_time
         timeout = self._timeout_seconds(num_steps)
         reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps, steps_before, until)

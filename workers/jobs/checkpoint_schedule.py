@@ -232,12 +232,12 @@ class Checkpoints:
         expected = self.expected_best
         is_best = is_evaluated and self._choose_best(now, expected) != expected
         steps, minutes = self.section.every_steps, self.section.every_minutes
-        is_due = steps and now.step % steps == 0 and not is_waiting
+        is_due_by_steps = steps and now.step % steps == 0 and not is_waiting
         is_late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
-        is_due = is_due or (is_late and now.step != self.saved_step)
-        chain, is_delta_due = self._chain, self._is_delta_due(now)
-        is_due = is_due or (is_delta_due and (chain is None or len(chain.deltas) >= _MAX_DELTAS))
-        if is_best or is_due:
+        is_due_by_time = is_late and now.step != self.saved_step
+        is_delta_due = self._is_delta_due(now)
+        begins_chain = is_delta_due and (self._chain is None or len(self._chain.deltas) >= _MAX_DELTAS)
+        if is_best or is_due_by_steps or is_due_by_time or begins_chain:
             start = time.perf_counter()
             self.finish()
             self._write_delta(now)
@@ -325,14 +325,11 @@ class Checkpoints:
     def _begin_delta(self, now: TrainingState) -> None:
         chain, start = self._chain, time.perf_counter()
         assert chain is not None
-        self._note_delta(now.step)
+        self._delta_begun_at, self._delta_step = time.monotonic(), now.step
         with self._warn_on_failure(now.step):
             folder = delta_folder(self.run.checkpoint_root, now.step)
             saving = self.session.begin_delta(folder, now.step, now.epoch, chain.last.identity)
             self._start(saving, self.best, start)
-
-    def _note_delta(self, step: int) -> None:
-        self._delta_begun_at, self._delta_step = time.monotonic(), step
 
     def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role prepare its files, and begin to write. Training has paused since ``start``."""
@@ -345,50 +342,39 @@ class Checkpoints:
         progress = {**counts, BEST: best, OWES_EVALUATION: now.owes_evaluation}
         state = folder, now.step, now.epoch, now.metrics
         saving = self.session.begin_save(*state, progress, reports, in_background)
-        self._note_delta(now.step)
-        written = self._start(saving, best, start)
+        self._delta_begun_at, self._delta_step = time.monotonic(), now.step
+        pending = self._start(saving, best, start)
         if not saving.is_copied:
-            self._await(written)
-            assert self._pending is not None
-            self._pending = self._pending._replace(seconds_stopped=time.perf_counter() - start)
+            self._await(pending)
+            self._pending = pending._replace(seconds_stopped=time.perf_counter() - start)
             if in_background and not self._has_warned_of_wait:
                 self._has_warned_of_wait = True
                 self.warn("no memory for copies of the tables: training waits while checkpoints are written")
 
-    def _start(self, saving: HeldCheckpoint, best: Best | None, start: float) -> Future[tuple[float, int]]:
-        """Start the thread that writes a checkpoint or a delta."""
-        written: Future[tuple[float, int]] = Future()
-        is_delta = saving.folder.parent.name == DELTAS_FOLDER
+    def _start(self, saving: HeldCheckpoint, best: Best | None, start: float) -> _PendingCheckpoint:
+        kind = "delta" if saving.folder.parent.name == DELTAS_FOLDER else "checkpoint"
         seconds = time.perf_counter() - start
-        arguments = saving, best, written, is_delta, time.time() - seconds
+        pending = _PendingCheckpoint(kind, saving.manifest.step, best, seconds, Future())
+        arguments = saving, pending, time.time() - seconds
         # A daemon thread does not keep a failed process alive.
         threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
-        kind = "delta" if is_delta else "checkpoint"
-        self._pending = _PendingCheckpoint(kind, saving.manifest.step, best, seconds, written)
-        return written
+        self._pending = pending
+        return pending
 
-    def _write(
-        self,
-        saving: HeldCheckpoint,
-        best: Best | None,
-        written: Future[tuple[float, int]],
-        is_delta: bool,
-        taken_at: float,
-    ) -> None:
-        start = time.perf_counter()
+    def _write(self, saving: HeldCheckpoint, pending: _PendingCheckpoint, taken_at: float) -> None:
+        start, is_delta = time.perf_counter(), pending.kind == "delta"
         try:
             if not is_delta:
                 self.run.sync()
             manifest = saving.write()
             seconds = time.perf_counter() - start
-            files = manifest.files
             if self._has_deltas:
                 self._publish(manifest, is_delta, taken_at)
             if not is_delta:
-                self._prune(best)
-            written.set_result((seconds, sum(size for size, _ in files.values())))
+                self._prune(pending.best)
+            pending.written.set_result((seconds, sum(size for size, _ in manifest.files.values())))
         except BaseException as error:  # finish and write_last raise it
-            written.set_exception(error)
+            pending.written.set_exception(error)
 
     def _publish(self, manifest: Manifest, is_delta: bool, taken_at: float) -> None:
         """Add a checkpoint or a delta to the chain of deltas; remove the deltas that left the chain."""
@@ -433,14 +419,14 @@ class Checkpoints:
         if pending is None:
             return
         self._pending = None
-        self._await(pending.written)
+        self._await(pending)
         seconds, num_bytes = pending.written.result()
         numbers = {"seconds_writing": seconds, "bytes": num_bytes}
         self.run.log(pending.kind, pending.step, {"seconds_stopped": pending.seconds_stopped, **numbers})
         self.best = pending.best
 
-    def _await(self, written: Future[tuple[float, int]]) -> None:
-        while not wait([written], _POLL_SECONDS).done:
+    def _await(self, pending: _PendingCheckpoint) -> None:
+        while not wait([pending.written], _POLL_SECONDS).done:
             self.session.meanwhile()
 
     def _choose_best(self, now: TrainingState, best: Best | None) -> Best | None:

@@ -30,7 +30,6 @@ from hybrid.custom_loop.loop_state import PARAMETERS
 from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare.preparation import open_split
 from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
@@ -47,9 +46,8 @@ from workers.console.messages import json_text
 from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer, make_loader
 from workers.controller.script_job import run_script
-from workers.controller.session import DatasetSession, Session
-from workers.controller.shared_folders import SharedFolders
-from workers.controller.stream_session import StreamSession
+from workers.controller.session import Session
+from workers.controller.stream_session import open_session
 from workers.exit_codes import ExitCode
 
 # Relative and absolute tolerance. A rounding error is about 1e-16 in float64. If the exact gradient is zero,
@@ -143,7 +141,6 @@ def _net(prefix: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Sna
 
 
 def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[Any, Mapping[str, Any]]) -> Snapshot:
-    """Return parameters and their optimizer state under the names of a snapshot."""
     tensors = {TensorName(f"{prefix}{name}"): tensor for name, tensor in values.items()}
     for name, state in states.items():
         for kind, value in state.items():
@@ -209,26 +206,14 @@ class Comparison:
         self._task = task
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
-    def run(
-        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
-    ) -> ExitCode:
+    def run(self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView) -> ExitCode:
         """Train on both sides, and print the differences; DifferenceError if they exceed rounding."""
-        session: DatasetSession
-        data_folder: StoragePath
-        if self._config.data.is_stream:
-            session = StreamSession(topology, self._config, None, view.warn, view.status)
-        else:
-            data_folder = data()
-            folders.check_data(data_folder)
-            view.status("placing tables and building nets")
-            session = DatasetSession(topology, self._config, data_folder, warn=view.warn)
-        if session.warning:
-            view.warn(session.warning)
+        session = open_session(topology, self._config, None, data, view)
         blueprint = session.blueprint
         ranking, item_counts = None, None
         if self._config.retrieval is not None:
             ranking = ItemRanking(self._config, blueprint.input_spec)
-            item_counts = open_split(data_folder, TRAIN, self._config.data).count_ids(ranking.feature)
+            item_counts = session.open_split(TRAIN).count_ids(ranking.feature)
         start = snapshot(session)
         rows = {table.name: start[TensorName(f"table {table.name}")] for table in blueprint.tables}
         reference = Reference(
@@ -260,9 +245,8 @@ class Comparison:
             if not session.is_ready(len(losses)):
                 continue
             units += [(session.unit, session.encoder)] if session.unit and not session.unit.step else []
-            epoch, within = divmod(len(losses), session.steps_per_epoch)
-            count = min(session.steps_per_epoch - within, steps - len(losses))
-            reports = session.train(epoch, within, count, len(losses))
+            left_in_epoch = session.steps_per_epoch - len(losses) % session.steps_per_epoch
+            reports = session.train(len(losses), min(left_in_epoch, steps - len(losses)))
             losses += [sum(summands) for summands in zip(*(report.losses for report in reports), strict=True)]
         steps = len(losses)  # a stream may have ended
         actual = snapshot(session, *reference.parameter_names)
@@ -274,7 +258,7 @@ class Comparison:
         if self._config.data.is_stream:
             slices = _stream_slices(self._config, units)
         else:
-            slices = _slices(self._config, open_split(data_folder, TRAIN, self._config.data))
+            slices = _slices(self._config, session.open_split(TRAIN))
         expected_losses = [reference.step(each) for each in itertools.islice(slices, steps)]
         actual[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
@@ -283,8 +267,8 @@ class Comparison:
         tasks = self._config.all_tasks
         outputs_of = reference.outputs if ranking is None else ranking.ranks_by(reference.outputs)
         for split, of_split in metrics.items():
-            held = open_split(data_folder, split, self._config.data)
-            with BatchLoader(held, batch_size=self._config.train.batch_size).batches(0) as batches:
+            loader = BatchLoader(session.open_split(split), batch_size=self._config.train.batch_size)
+            with loader.batches(0) as batches:
                 predictions = [Predictions.of(b, outputs_of(b), blueprint.sequences) for b in batches]
             single = session.metrics(predictions)
             scores = [metric_name(tasks, name, task.main_metric) for name, task in tasks.items()]

@@ -22,8 +22,7 @@ from workers.cluster_task import TrainTask
 from workers.console.messages import data_notes
 from workers.console.terminal import TerminalView, TrainingProgress
 from workers.controller.session import DatasetSession
-from workers.controller.shared_folders import SharedFolders
-from workers.controller.stream_session import StreamSession
+from workers.controller.stream_session import open_session
 from workers.exit_codes import ExitCode, StopRequest
 from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunCounts, TrainingState
 from workers.jobs.run_summary import PATIENCE, Outcome
@@ -85,28 +84,15 @@ class Training:
         self._stop = StopRequest(config.cluster.timeout_seconds)
         self._is_stop_announced = False
 
-    def run(
-        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
-    ) -> ExitCode:
+    def run(self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView) -> ExitCode:
         """Train, evaluate, and write checkpoints and results.
 
         Returns:
             DONE, or the exit code of a requested stop.
         """
-        folders.check_run(self._run)
         loggers = RunLoggers(self._config, view.warn)
         stored = self._find_checkpoint(view)
-        session: DatasetSession
-        if self._config.data.is_stream:
-            session = StreamSession(topology, self._config, stored, view.warn, view.status)
-        else:
-            data_folder = data()
-            folders.check_data(data_folder)
-            view.status("placing tables and building nets")
-            is_new = stored is None
-            session = DatasetSession(topology, self._config, data_folder, is_new=is_new, warn=view.warn)
-        if session.warning:
-            view.warn(session.warning)
+        session = open_session(topology, self._config, stored, data, view)
         for line in [*session.describe_model(), *(session.initial.notes if session.initial else ())]:
             view.note(line)
         view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops{_SECOND_CTRL_C}")
@@ -141,11 +127,7 @@ class Training:
             return self._finish(session, view)
 
     def _find_checkpoint(self, view: TerminalView) -> Checkpoint | None:
-        """Return the newest valid checkpoint if the run is resumed and has one; verify its files.
-
-        Raises:
-            CheckpointError: no checkpoint is valid.
-        """
+        """Return the newest valid checkpoint of a resumed run; None if there is no checkpoint at all."""
         if not self._task.resume:
             return None
         if not checkpoint_folders.list_checkpoints(self._run):
@@ -156,11 +138,7 @@ class Training:
         return Checkpoint.newest_valid(self._run, view.warn)
 
     def _resume(self, session: DatasetSession, checkpoint: Checkpoint, view: TerminalView) -> Best | None:
-        """Load a checkpoint; return its best evaluation.
-
-        Raises:
-            ConfigError: the run has finished already.
-        """
+        """Load a checkpoint; return its best evaluation. ConfigError if the run has finished already."""
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
@@ -184,7 +162,6 @@ class Training:
         return best
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
-        """Take steps until the run ends or is requested to stop."""
         while not self._is_over(session) and not self._stop.is_requested:
             try:
                 is_waiting = not (self._owes_evaluation or session.is_ready(self._step))
@@ -212,7 +189,6 @@ class Training:
             view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")
 
     def _is_over(self, session: DatasetSession) -> bool:
-        """Whether the run has finished."""
         if self._owes_evaluation:
             return False
         best = self._checkpoints.expected_best
@@ -230,7 +206,7 @@ class Training:
         count = self._steps_of_next_call(within, per_epoch, total)
         self._announce_stop(session, view, self._step + count)
         start = time.perf_counter()
-        reports = session.train(epoch, within, count, self._step)
+        reports = session.train(self._step, count)
         seconds = time.perf_counter() - start
         count = len(reports[0].losses)  # the unit of a stream may end earlier
         if not count:
@@ -252,7 +228,8 @@ class Training:
         self._owes_evaluation = session.has_rows(self._selection) and is_due
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
-            interval, self._counts.interval = self._counts.interval, Interval()
+            interval = self._counts.interval
+            self._counts.interval = Interval()
             numbers = session.table_metrics() | session.learning_rates(self._step)
             if unit and self._is_binary:
                 numbers |= {f"progressive_{k}": v for k, v in interval.progressive_metrics().items()}
@@ -280,7 +257,8 @@ class Training:
         name, session.ended_unit = session.ended_unit, ""
         if not name or not self._is_binary:
             return
-        metrics, self._counts.unit = self._counts.unit.metrics(), ProgressiveMetrics()
+        metrics = self._counts.unit.metrics()
+        self._counts.unit = ProgressiveMetrics()
         self._folder.log("unit", self._step, metrics, unit=name)
         shown = {name: metrics[name] for name in ("auc", "log_loss", "calibration")}
         view.evaluation(name, self._step, shown)

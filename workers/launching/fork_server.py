@@ -141,7 +141,6 @@ class _Server:
                 process.close()
 
     def _start(self, work: bytes, address: str, port: int) -> dict[str, int]:
-        """Fork processes; see :meth:`ForkServer.start`."""
         with listen(address, port) as listener:
             target, calls = pickle.loads(work)
             context = multiprocessing.get_context("fork")
@@ -289,7 +288,6 @@ class ForkServer:
         return message
 
     def _end(self) -> None:
-        """End the server, which ends its processes, too; wait for the end of all."""
         self._process.kill()  # a normal exit would take seconds to unload torch
         # A process cannot refuse SIGKILL, so nothing else helps if a busy machine takes longer.
         with suppress(subprocess.TimeoutExpired):

@@ -186,7 +186,7 @@ class Restarts:
         """Record a restart, and return the message about it; ReportedError if the run must end."""
         before, now = self._at_start, RunState.of(self._folder)
         has_stepped = now.has_stepped_since(before)
-        if (now.checkpoint_step or 0) > (before.checkpoint_step or 0):
+        if now.resumed_step > before.resumed_step:
             self._without_checkpoint, self._first = 0, None
         self._first = self._first or failure
         if code_of(failure.cause, has_stepped) is ExitCode.FAILED:
@@ -194,20 +194,21 @@ class Restarts:
                 "; a restart would run out of memory before the first step; free memory, or choose smaller "
                 'tables (embedding.dim, data.vocabulary = "hash")'
             )
-            is_starved = failure.cause is Cause.STARVED
-            raise ReportedError(failure.message + remedy * is_starved, ExitCode.FAILED)
+            message = failure.message + (remedy if failure.cause is Cause.STARVED else "")
+            raise ReportedError(message, ExitCode.FAILED)
         if self._without_checkpoint == self._maximum:
             limit = f"{self._maximum} restart(s) without a new checkpoint (cluster.max_restarts)"
             raise ReportedError(self._first.message + (f"; stopped after {limit}" if self._maximum else ""))
         self._without_checkpoint += 1
         self._at_start = now
-        step = now.logged_step if has_stepped else now.resumed_step
-        start = now.checkpoint_step or 0
+        start = now.resumed_step
+        step = now.logged_step if has_stepped else start
         lost = f"steps {start} to {step - 1} are lost, " if step > start else "nothing is lost, "
         if script_folder(self._folder) is not None:  # only trainers know the step of a script
             lost = ""
-        has_checkpoint = now.checkpoint_step is not None
-        next_start = f"resuming from step {start}" if has_checkpoint else "starting from the beginning"
+        next_start = "starting from the beginning"
+        if now.checkpoint_step is not None:
+            next_start = f"resuming from step {start}"
         record = {
             "time": round(time.time(), 3),
             "cause": failure.cause.value,

@@ -103,7 +103,6 @@ class RoleProcess:
             self.failure = end.report if has_report else self._infer_failure(end.exit_code)
 
     def _infer_failure(self, exit_code: int) -> RoleFailure:
-        """Return the failure of a role that has not reported one."""
         process, log = f"{self.role} (pid {self.pid})", ""
         with suppress(FileNotFoundError), open_reader(self.log) as file:
             file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))

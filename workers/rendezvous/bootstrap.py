@@ -327,7 +327,6 @@ def _open_store(connect: Callable[[], Channel], timeout_seconds: float) -> Itera
 
 
 def _is_set_within(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Wait up to ``timeout`` for ``key``; return whether it exists."""
     try:
         store.wait([key], timeout)
     except dist.DistStoreError:

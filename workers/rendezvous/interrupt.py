@@ -99,17 +99,15 @@ class Interrupter:
             end_now(self.code_of(self._error))
 
 
-def run_interruptibly(function: Callable[[], None]) -> None:
+def run_interruptibly(function: Callable[[], object]) -> None:
     """Run, in another thread, a function that may wait in torch: the main thread stays interruptible."""
-    result: Future[None] = Future()
+    result: Future[object] = Future()
 
     def run() -> None:
         try:
-            function()
+            result.set_result(function())
         except BaseException as error:  # raised in the main thread
             result.set_exception(error)
-        else:
-            result.set_result(None)
 
     threading.Thread(target=run, name="interruptible", daemon=True).start()
     result.result()

@@ -226,7 +226,6 @@ class RendezvousServer:
         return None
 
     def _register(self, member: Registration) -> tuple[bytes, ...]:
-        """Register a role, and return the response for it."""
         name = member.role
         role = next((each for each in self._topology.roles if str(each) == name), MASTER)
         if role == MASTER:
@@ -269,7 +268,6 @@ class RendezvousServer:
             self._silent_turns.pop(role, None)
 
     async def _count_silence(self) -> None:
-        """Count the silent turns of every role, without end."""
         while True:
             await asyncio.sleep(self._interval.turn_seconds)
             for role in list(self._silent_turns):

@@ -37,6 +37,10 @@ class RunFolder:
 
     Every method raises HybridError with the path of the file if a file cannot be written.
 
+    Args:
+        step: the step after which the run resumes; 0 for a new run.
+        loggers: the loggers of ``config``; None to make them.
+
     Attributes:
         checkpoint_root: the folder of checkpoints: ``path``, or a folder in a store.
         make_room: called if the disk is full when a record is written; returns whether to try again.
@@ -57,17 +61,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, loggers: RunLoggers | None = None) -> RunFolder:
-        """Make the folder of a new run; ConfigError if ``path`` contains a run already.
-
-        Args:
-            loggers: the loggers of ``config``; None to make them.
-        """
+        """Make the folder of a new run; ConfigError if ``path`` contains a run already."""
         run_access.refuse_existing(path)
-        with run_write_errors(path):
-            make_folder(path)
-        _write_text(path / CONFIG_FILE, signed_toml(config))
-        _write_text(path / "versions.json", json_text(_versions()))
-        return cls(path, config, loggers=loggers)
+        return cls.reopen(path, config, 0, loggers=loggers)
 
     @classmethod
     def reopen(
@@ -81,12 +77,11 @@ class RunFolder:
     ) -> RunFolder:
         """Open the folder of a run that resumes after ``step``; later records are dropped.
 
-        The folder may be empty, if the run was killed early.
+        The folder may be empty or missing, if the run was killed early.
 
         Args:
             is_evaluated: whether the evaluation after ``step`` was done, or none is due.
             unit: the unit of a stream that the run continues to read from ``step`` on.
-            loggers: see :meth:`create`.
         """
         with run_write_errors(path):
             make_folder(path)
