@@ -191,7 +191,7 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[Any]:
     "times", [0, 1, pytest.param(2, marks=pytest.mark.long)], ids=["at the start", "once", "twice"]
 )
 def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
-    """The secret is in no argument, variable or file of the processes, which are new interpreters."""
+    """It restores the screen. The secret is in no argument, variable or other file of the run."""
     secret_file = tmp_path / "secret"
     unsaved = [*endless, "--set", "checkpoint.keep_best=none", *fresh_secret(tmp_path)]
     secret = secret_file.read_text().strip()

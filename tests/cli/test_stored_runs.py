@@ -70,10 +70,10 @@ def test_exit_code_says_whether_a_restart_may_help_with_a_failed_store(
 
 @dataclass
 class Strikes:
-    """Kills, each at the first request that matches a regular expression, which the store never receives.
+    """Kills, each at the first request that matches a pattern; the store never receives that request.
 
     Attributes:
-        left: expressions, and the role that is killed; "launch" means all processes.
+        left: a regular expression and the role to kill, for each further kill; "launch" kills all processes.
         command: the launch.
     """
 

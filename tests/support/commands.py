@@ -206,7 +206,7 @@ def started(
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], output: Path, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command in its own session; its output goes to files, as of :class:`Command`."""
+    """Start a command in its own session; its output goes to the files of a :class:`Command`."""
     with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
         return subprocess.Popen(
             command,

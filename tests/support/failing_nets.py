@@ -25,7 +25,7 @@ class _FailingLayer(nn.Module):
 
 
 def backward(config: Any, input_spec: Any, widths: Any) -> nn.Module:
-    """Build a net whose last layer fails in the backward pass."""
+    """Return a net whose last layer raises an exception in its backward pass; a value of ``dense.net``."""
     net = build_dense_net(config.replace(dense=type(config.dense)()), input_spec, widths)
     net.head = nn.Sequential(net.head, _FailingLayer())
     return net

@@ -1,7 +1,7 @@
 """A custom net that injects faults into the roles of its run, each in a given phase.
 
-A run has ``dense.net = "support.faulty_net:build"``, and the faults in its folder. Trainer 0 raises its own
-exceptions and signals the other roles, of which some raise exceptions.
+A run has ``dense.net = "support.faulty_net:build"``, and a file with the faults in its folder. The net on
+trainer 0 raises the exceptions of this trainer, and sends signals to the other roles.
 """
 
 import json

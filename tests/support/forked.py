@@ -1,4 +1,7 @@
-"""Functions that the processes of a fork server run in tests; the last two arguments are the server's."""
+"""Functions that the processes of a fork server run in tests.
+
+The server passes the last two arguments: a listening socket and a function that reports to the launcher.
+"""
 
 import importlib
 import os
@@ -34,7 +37,7 @@ def freeze(*_: object) -> None:
 
 
 def connect(port: int | None, listener: socket.socket, *_: object) -> None:
-    """Fail if nothing listens on this port of loopback; by default that of the start."""
+    """Fail if nothing listens on a port of loopback; None means the port of ``listener``."""
     socket.create_connection(("127.0.0.1", port or listener.getsockname()[1]), SECONDS).close()
 
 
@@ -44,7 +47,7 @@ def check_user(user: int, group: int, *_: object) -> None:
 
 
 def end_of(server: ForkServer, target: Callable[..., None], *args: object) -> ProcessEnd:
-    """Return how a process of the server ends that runs ``target(*args)``."""
+    """Run ``target(*args)`` in a process of the server, and return its end."""
     server.start(target, {"one": args})
     ended = server.event(SECONDS)
     assert ended is not None

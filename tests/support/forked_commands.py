@@ -1,7 +1,7 @@
-"""Commands without the seconds that it takes to import torch: forked from a process that has imported it.
+"""Commands that start fast, because they are forked from a process that has imported torch.
 
-Of ``python -m workers`` only the start of the interpreter is left out, twice: that of the command, and under
-``launch`` that of the server which forks the roles.
+They run as ``python -m workers`` does, but start no interpreter: neither for the command, nor under
+``launch`` for the server that forks the roles.
 """
 
 import os
@@ -27,9 +27,9 @@ class ForkedCommand:
     """A command in a new session, with some of the methods of :class:`subprocess.Popen`.
 
     Args:
-        arguments: of the command, after ``hybrid``.
-        output: of this name with the suffixes ``.out`` and ``.err``.
-        host: process whose namespaces the command enters, where ``folder`` is.
+        arguments: the words after ``hybrid``.
+        output: the output goes to the files of this name with the suffixes ``.out`` and ``.err``.
+        host: a process whose namespaces the command enters; 0 for none. ``folder`` is a path in them.
     """
 
     def __init__(

@@ -26,11 +26,7 @@ def placed(hosts: Sequence[Host], trainers: int = 1, workers: int = 1) -> dict[s
 
 @contextmanager
 def started_on(places: Mapping[str, Host], arguments: Sequence[object]) -> Iterator[dict[str, Command]]:
-    """Start the roles of a cluster by hand, each on its host.
-
-    Args:
-        arguments: of the run.
-    """
+    """Start the roles of a cluster by hand, each on its host; ``arguments`` are for the master."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(started_at(host, command_of(name, places, arguments)))
@@ -59,7 +55,7 @@ def started_at(
 
     Args:
         environment: variables to add.
-        before: words before the command, which then starts a new interpreter; else it is forked.
+        before: words before ``hybrid``. With them, the command is a new interpreter; else it is forked.
     """
     output = host.output / f"{host.name}-{uuid.uuid4().hex[:8]}"
     given, text = host.environment({VARIABLE: _SECRET, **(environment or {})}), [*map(str, arguments)]

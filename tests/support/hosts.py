@@ -169,7 +169,7 @@ class Host:
         return ["nsenter", "--target", str(self.pid), *kinds, "sh", "-c", change_folder, str(HOME)]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a command on this host: that of this process with ``given``."""
+        """Return the variables for a command on this host: those of this process, and ``given``."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
         return {**own, "HOME": str(HOME), "PYTHONPATH": str(ROOT), **given}
 

@@ -42,8 +42,8 @@ def first_process(flags: Sequence[str], script: str, *arguments: str) -> Iterato
     """Start the first process of new namespaces; yield its pid. It ends with the block or with this process.
 
     Args:
-        flags: of ``unshare``, which namespaces.
-        script: of bash, for which ``arguments`` are, run before it is ready.
+        flags: options of ``unshare`` that name the namespaces.
+        script: a bash script with ``arguments``, which runs in the namespaces first.
     """
     command = ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "--fork", "--kill-child"]
     be_first = shlex.join([sys.executable, "-S", "-E", "-c", _FIRST_PROCESS])

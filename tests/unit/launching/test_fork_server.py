@@ -1,4 +1,4 @@
-"""Processes forked by a server: what it reports of them, and that none outlives it."""
+"""Processes forked by a server: the server reports their ends, and no process outlives it."""
 
 import os
 import signal

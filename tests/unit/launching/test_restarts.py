@@ -34,7 +34,7 @@ def restarts(tmp_path: Path) -> Restarts:
 
 
 def after(restarts: Restarts, failure: RoleFailure = KILLED) -> str:
-    """Return the message about a restart, without that of the failure."""
+    """Return the message about a restart, without the message of the failure before it."""
     line = restarts.plan_restart(failure)
     assert line.startswith(f"{failure.message}; ")
     return line.removeprefix(f"{failure.message}; ")

@@ -36,7 +36,7 @@ def registration(role: Role = WORKER, host: str = "here") -> Registration:
 
 
 class Quick(HeartbeatInterval):
-    """Heartbeats every 10 ms, of which thousands may be missing: a busy machine is not frozen."""
+    """Heartbeats every 10 ms, of which thousands may be missing, so a busy process is not frozen."""
 
     @property
     def turns(self) -> int:
@@ -63,7 +63,7 @@ class OpenRendezvous:
         """Connect with the secret.
 
         Args:
-            silence_seconds: how long the master may be silent from now on, if not the usual time.
+            silence_seconds: how long the master may be silent after the handshake; None for the usual time.
         """
         channel = Channel(ADDRESS, self.port, self.secret, self.interval)
         if silence_seconds is not None:
@@ -108,7 +108,7 @@ class OpenRendezvous:
 def open_rendezvous(
     timeout_seconds: float | None = None, config: RunConfig = CONFIG
 ) -> Iterator[OpenRendezvous]:
-    """An open rendezvous; its roles may be silent for so long, or for a minute, with frequent heartbeats."""
+    """Open a rendezvous; ``timeout_seconds`` None means frequent heartbeats, and a minute of silence."""
     interval = Quick(60.0) if timeout_seconds is None else HeartbeatInterval(timeout_seconds)
     cluster = replace(config.cluster, heartbeat_timeout_seconds=interval.timeout_seconds)
     secret, lost = Secret.fresh(), list[HybridError]()

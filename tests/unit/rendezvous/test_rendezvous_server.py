@@ -77,7 +77,7 @@ def check_that_roles_are_served(opened: OpenRendezvous) -> None:
 def ciphers(
     secret: Secret | None = None, public_keys: bytes = PUBLIC_KEYS, agreed: bytes = AGREED
 ) -> tuple[FrameCipher, FrameCipher]:
-    """Return those of a role and of the master."""
+    """Return the ciphers of a role and of the master for one connection."""
     secret = secret or Secret.fresh()
     role = FrameCipher(secret, public_keys, agreed, "role")
     return role, FrameCipher(secret, public_keys, agreed, "master")
