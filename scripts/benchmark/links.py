@@ -5,7 +5,6 @@ Master and trainer are on one host, the worker is on another; the hosts are netw
 
 import argparse
 import itertools
-import json
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from support.namespaces import hosts_refused
 from benchmark import link_emulator, report
 from benchmark.systems import OWN_PYTHON
 from hybrid.errors import HybridError
-from hybrid.loggers.record_file import METRICS_FILE
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.run_folder.run_access import scratch_logs
 
 # Seconds from one host to the other, and bits per second.
@@ -109,6 +108,5 @@ def _await_step(step: int, master: Command, log: Path) -> tuple[int, float]:
 
 
 def _last_step(log: Path) -> tuple[int, float]:
-    lines = log.read_text().rpartition("\n")[0].splitlines() if log.exists() else []
-    steps = [(each["step"], each["time"]) for each in map(json.loads, lines) if each["kind"] == "train"]
+    steps = [(each["step"], each["time"]) for each in read_records(log) if each["kind"] == "train"]
     return max(steps, default=(0, 0.0))

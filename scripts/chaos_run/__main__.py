@@ -19,7 +19,7 @@ from chaos_run.report import save, show, show_usage
 from chaos_run.run_comparison import differences
 from chaos_run.running import Kill, Plan, Run
 from hybrid.errors import HybridError
-from workers.run_folder.run_access import RESTARTS_FILE
+from workers.run_folder.run_access import read_restarts
 
 if TYPE_CHECKING:  # imports torch
     from chaos_run.on_hosts import HostsRun
@@ -122,8 +122,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             kills += killed.disturb(options.kills - len(kills), plan, chance)
             killed.await_end()
         runs[killed.folder.name] = differences(undisturbed.folder, killed.folder)
-        log = killed.folder / RESTARTS_FILE
-        restarts += len(log.read_text().splitlines()) if log.exists() else 0
+        restarts += len(read_restarts(killed.folder))
     show(console, kills)
     save(folder / "chaos.json", seed, kills, restarts, runs)
     return _report_result(console, len(kills), restarts, runs)

@@ -1,12 +1,11 @@
 """Comparison of the results of two runs, bit for bit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, MANIFEST_FILE, Manifest
 from hybrid.errors import HybridError
-from hybrid.loggers.record_file import METRICS_FILE
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.run_folder.run_access import newest_step
 
 _TIMES = ("time", "samples_per_second", "phase_seconds")
@@ -37,6 +36,5 @@ def _final_tensors(run: Path) -> dict[str, bytes]:
 
 
 def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    file = run / METRICS_FILE  # which a script does not write
-    records = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    records = read_records(run / METRICS_FILE)  # a script writes no such file
     return [{k: v for k, v in r.items() if k not in _TIMES} for r in records if r["kind"] == kind]
