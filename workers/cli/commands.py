@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -46,19 +46,28 @@ _DIFFERENCES = "differences.json"  # in the scratch folder of compare
 _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, hybrid worker"
 
 
+class RequestedRun(NamedTuple):
+    """The run that the options of a command name."""
+
+    config: RunConfig
+    folder: StoragePath
+    is_resumed: bool = False
+    end_message: str = ""  # a message if the run has already finished
+
+
 def launch_command(options: argparse.Namespace) -> None:
     """Train on a cluster, and restart the cluster if it fails. With ``--seeds``, train once for each seed."""
     with _json_output(options.json) as result:
         requests = [_requested_run(each) for each in _by_seed(options)]  # all are checked before training
-        for config, folder, is_resumed, end_message in requests:
-            if not end_message:
-                held = run_access.hold_run(folder, is_resumed)
+        for run in requests:
+            if not run.end_message:
+                held = run_access.hold_run(run.folder, run.is_resumed)
                 command = options.command if options.seeds is None else run_access.SWEEP
                 with held as (local, lock), _report_saved_state(local, command):
-                    launch(config, local, TrainTask(local, is_resumed, options.started_at), lock)
+                    launch(run.config, local, TrainTask(local, run.is_resumed, options.started_at), lock)
             options.started_at = time.time()
         if options.json or options.seeds:
-            paths = [folder / run_access.RESULT_FILE for _, folder, _, _ in requests]
+            paths = [run.folder / run_access.RESULT_FILE for run in requests]
             try:
                 results = [parse_json(files.read_bytes(path)) for path in paths]
             except ValueError as error:
@@ -67,7 +76,7 @@ def launch_command(options: argparse.Namespace) -> None:
         if options.seeds:
             from workers.run_folder.run_report import print_means
 
-            result["metrics"] = print_means(requests[0][0], results)
+            result["metrics"] = print_means(requests[0].config, results)
 
 
 def _by_seed(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -188,18 +197,14 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     return [*options.set, *(f"cluster.{name}={n}" for name, n in counts.items() if n is not None)]
 
 
-def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath, bool, str]:
-    """Return the run that the options name, or a new one; ConfigError if the run cannot be started.
-
-    Returns:
-        The configuration; the folder; whether the run is resumed; and a message if the run has already
-        finished, else "".
-    """
+def _requested_run(options: argparse.Namespace) -> RequestedRun:
+    """Return the run that the options name, or a new one; ConfigError if the run cannot be started."""
     if options.resume not in (None, AUTO):
         if options.config is not None:
             raise ConfigError("--resume", "uses the configuration of its run; use --set to change keys")
         run = parse_path(options.resume)
-        return run_access.load_resumed_config(run, _overrides(options), options.trust_code), run, True, ""
+        config = run_access.load_resumed_config(run, _overrides(options), options.trust_code)
+        return RequestedRun(config, run, is_resumed=True)
     config = _read_config(options)
     newest = run_access.newest_run(config) if options.resume else None
     if newest is not None:
@@ -208,7 +213,7 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
         if run_access.is_finished(newest, config):
             end_message = f"{newest} has finished; raise train.epochs, or start a run with another run.name"
         print_line(end_message or f"resuming {newest}")
-        return config, newest, True, end_message
+        return RequestedRun(config, newest, True, end_message)
     folder = run_access.run_path(config)
     run_access.refuse_existing(folder)
     if options.resume:
@@ -216,7 +221,7 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
     from hybrid.data.parse.column_check import check_columns
 
     check_columns(config)
-    return config, folder, False, ""
+    return RequestedRun(config, folder)
 
 
 @contextmanager
@@ -244,18 +249,18 @@ def master_command(options: argparse.Namespace) -> None:
         allow_open_files(config.cluster)
         _lead(config, task, secret)
         return
-    config, folder, is_resumed, end_message = _requested_run(options)
-    secret = _shared_secret(config.cluster)
-    if end_message:  # the other roles wait for a master
-        report_end(config, secret, end_message)
+    run = _requested_run(options)
+    secret = _shared_secret(run.config.cluster)
+    if run.end_message:  # the other roles wait for a master
+        report_end(run.config, secret, run.end_message)
         return
-    allow_open_files(config.cluster)
+    allow_open_files(run.config.cluster)
     with (
-        run_access.hold_run(folder, is_resumed) as (local, _),
+        run_access.hold_run(run.folder, run.is_resumed) as (local, _),
         _report_saved_state(local, options.command),
-        serving_metrics(config.cluster, local),
+        serving_metrics(run.config.cluster, local),
     ):
-        _lead(config, TrainTask(local, is_resumed, options.started_at), secret)
+        _lead(run.config, TrainTask(local, run.is_resumed, options.started_at), secret)
 
 
 def _lead(config: RunConfig, task: Task, secret: Secret) -> None:

@@ -165,43 +165,41 @@ class RendezvousServer:
             task.add_done_callback(tasks.discard)
 
     async def _handle(self, connection: socket.socket, address: str) -> None:
-        cipher, is_local = None, connection.getsockname()[0] == address
+        is_local = connection.getsockname()[0] == address
+        cipher = await self._authenticate(connection, address)
+        if cipher is None:
+            return
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
+        channel = MasterChannel(reader, writer, cipher)
         try:
-            cipher = await self._authenticate(connection, address)
-        finally:
-            if cipher is None:
-                connection.close()
-        if cipher is not None:
-            reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
-            channel = MasterChannel(reader, writer, cipher)
+            self._arriving += 1
             try:
-                self._arriving += 1
-                try:
-                    async with asyncio.timeout(HANDSHAKE_SECONDS):
-                        purpose, *message = await channel.receive()
-                    if purpose == heartbeat.HEARTBEATS:
-                        role = dataclasses.replace(Registration.unpacked(message[0]), is_local=is_local)
-                        response = self._register(role)
-                finally:
-                    self._arriving -= 1
-                if purpose != heartbeat.HEARTBEATS:
-                    await self._keys.serve(channel)
-                elif response is self._response:
-                    await self._monitor(channel, role)
-                else:
-                    await channel.send(*response)
-            except (OSError, EOFError):
-                pass  # the end of a role is detected by its heartbeats
-            except Exception as error:  # raised in the main thread
-                self._fail(error)
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    purpose, *message = await channel.receive()
+                if purpose == heartbeat.HEARTBEATS:
+                    role = dataclasses.replace(Registration.unpacked(message[0]), is_local=is_local)
+                    response = self._register(role)
             finally:
-                writer.close()
+                self._arriving -= 1
+            if purpose != heartbeat.HEARTBEATS:
+                await self._keys.serve(channel)
+            elif response is self._response:
+                await self._monitor(channel, role)
+            else:
+                await channel.send(*response)
+        except (OSError, EOFError):
+            pass  # the end of a role is detected by its heartbeats
+        except Exception as error:  # raised in the main thread
+            self._fail(error)
+        finally:
+            writer.close()
 
     async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the cipher of a peer that has the secret; None if the peer does not have the secret.
+        """Return the cipher of a peer that has the secret; close other connections, and return None.
 
         The number of unauthenticated peers, their time and their memory are limited.
         """
+        cipher = None
         task = asyncio.current_task()
         assert task is not None, "each connection has a task"
         self._unauthenticated[address][task] = None
@@ -214,7 +212,7 @@ class RendezvousServer:
             oldest.cancel()
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                return await authenticate(connection, self._secret)
+                cipher = await authenticate(connection, self._secret)
         except ChannelError as error:
             self._rejections.add(f"{error}, from {address}")
         except (OSError, EOFError):
@@ -223,7 +221,9 @@ class RendezvousServer:
             self._unauthenticated[address].pop(task, None)
             if not self._unauthenticated[address]:
                 del self._unauthenticated[address]
-        return None
+            if cipher is None:  # also after a cancellation
+                connection.close()
+        return cipher
 
     def _register(self, member: Registration) -> tuple[bytes, ...]:
         name = member.role
