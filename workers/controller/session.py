@@ -301,11 +301,8 @@ class Session:
     def restore(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to evaluate it; CheckpointError if it is of another model."""
         path = stored.folder.absolute()  # other roles have other working directories
-        source = path, stored.manifest.step
-        calls = [
-            each.call(HostedModule.load, *source, timeout_seconds=BULK_TIMEOUT_SECONDS)
-            for each in self.hosted
-        ]
+        step, bulk = stored.manifest.step, BULK_TIMEOUT_SECONDS
+        calls = [each.call(HostedModule.load, path, step, timeout_seconds=bulk) for each in self.hosted]
         transport.gather([*calls, *self._load_nets(stored, has_state=True)])
 
     def _load_initial_nets(self, initial: InitialModel, remote_net: transport.RemoteNet | None) -> None:

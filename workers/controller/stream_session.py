@@ -114,7 +114,8 @@ class StreamSession(DatasetSession):
 
         If there are none, wait for a moment. If the stream has ended, set ``total_steps`` to ``step``.
         """
-        cursor, self.is_delta_due = self._cursor, False
+        cursor = self._cursor
+        self.is_delta_due = False
         has_rows = cursor.has_rows()
         if cursor.unit is not None and not self._is_open:
             self._report(f"reading {cursor.unit.name}")
@@ -124,8 +125,7 @@ class StreamSession(DatasetSession):
             files = tuple(file.absolute() for file in cursor.unit.files)
             side_files = tuple(tuple(map(InputFile.absolute, each)) for each in cursor.unit.side_files)
             unit = replace(cursor.unit, files=files, side_files=side_files)
-            arguments = unit, self.encoder, step
-            self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.open_unit, *arguments)
+            self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.open_unit, unit, self.encoder, step)
         if cursor.is_over:
             if left := cursor.source.end(cursor.unit or cursor.last):
                 self._warn(left)

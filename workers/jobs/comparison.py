@@ -244,7 +244,8 @@ class Comparison:
         while len(losses) < min(steps, session.total_steps):
             if not session.is_ready(len(losses)):
                 continue
-            units += [(session.unit, session.encoder)] if session.unit and not session.unit.step else []
+            if session.unit and not session.unit.step:
+                units.append((session.unit, session.encoder))
             left_in_epoch = session.steps_per_epoch - len(losses) % session.steps_per_epoch
             reports = session.train(len(losses), min(left_in_epoch, steps - len(losses)))
             losses += [sum(summands) for summands in zip(*(report.losses for report in reports), strict=True)]

@@ -104,8 +104,9 @@ class Training:
         best = None if stored is None else self._resume(session, stored, view)
         if self._task.resume:
             checkpoint_folders.remove_after(self._run, self._step)
-            state = self._step, not self._owes_evaluation, session.unit.name if session.unit else ""
-            opened = RunFolder.reopen(self._task.folder, self._config, *state, loggers)
+            is_evaluated, unit = not self._owes_evaluation, session.unit.name if session.unit else ""
+            folder, config = self._task.folder, self._config
+            opened = RunFolder.reopen(folder, config, self._step, is_evaluated, unit, loggers)
         else:
             opened = RunFolder.create(self._task.folder, self._config, loggers)
         with opened as self._folder, self._stop.handling_signals():
@@ -254,7 +255,8 @@ class Training:
 
     def _log_ended_unit(self, session: DatasetSession, view: TerminalView) -> None:
         """Log the metrics of the unit of a stream, if one has ended."""
-        name, session.ended_unit = session.ended_unit, ""
+        name = session.ended_unit
+        session.ended_unit = ""
         if not name or not self._is_binary:
             return
         metrics = self._counts.unit.metrics()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from hybrid import __version__
@@ -130,7 +131,7 @@ class HeartbeatSender:
         self._turn_seconds = channel.interval.turn_seconds
         self._on_failure = on_failure
         self._leaving = threading.Event()
-        self._signal = b""
+        self._signals: SimpleQueue[int] = SimpleQueue()  # a signal handler can use it
         self._final_report = [b"", b""]
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -146,7 +147,7 @@ class HeartbeatSender:
 
     def forward_signal(self, number: int) -> None:
         """Report to the master that this role received a signal to stop; called by the signal's handler."""
-        self._signal = b"%d" % number
+        self._signals.put(number)
 
     def _report(self, error: BaseException) -> None:
         self._final_report = [describe_final_error(error).encode(), b"%d" % exit_code(error)]
@@ -155,8 +156,8 @@ class HeartbeatSender:
         try:
             text = b""
             while not text and not self._leaving.wait(self._turn_seconds):
-                number, self._signal = self._signal, b""
-                self._channel.send(*((SIGNALED, number) if number else (ALIVE,)))
+                is_signaled = not self._signals.empty()
+                self._channel.send(*((SIGNALED, b"%d" % self._signals.get()) if is_signaled else (ALIVE,)))
                 # Count the turn before this heartbeat, too, in which the master may have been silent already.
                 text = self._channel.receive(-self._turn_seconds)[0]
             if text:  # the run has failed
