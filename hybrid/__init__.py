@@ -17,8 +17,8 @@ A custom training loop needs these names::
         optimizer.step()
 
 Run it with ``python script.py`` in one process, or with ``hybrid run script.py --trainers 2 --workers 2`` on
-a cluster. ``hybrid.load`` opens a trained model for inference, and ``hybrid.follow``
-the model of a run that trains. ``python -m hybrid`` is the command line.
+a cluster. ``hybrid.load`` opens a trained model for inference, and ``hybrid.follow`` the model of a run that
+trains. ``python -m hybrid`` is the command line.
 """
 
 from importlib import import_module

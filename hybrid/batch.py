@@ -78,23 +78,22 @@ class SparseFeatures(NamedTuple):
 
     def samples(self, start: int, stop: int) -> SparseFeatures:
         """Return the features of samples ``start : stop``."""
-        size = self.batch_size
-        if self.offsets is None:
+        size, offsets = self.batch_size, self.offsets
+        if offsets is None:
 
             def select(values_L: Tensor) -> Tensor:
                 return values_L.view(self.num_features, size)[:, start:stop].flatten()
+        else:
+            features = [offsets[k * size + start : k * size + stop + 1] for k in range(self.num_features)]
+            bounds = [(int(each[0]), int(each[-1])) for each in features]
+            lengths = torch.cat([each.diff() for each in features])
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
-            weights_L = None if self.weights_L is None else select(self.weights_L)
-            return self._replace(ids_L=select(self.ids_L), weights_L=weights_L)
-        firsts = [k * size + start for k in range(self.num_features)]
-        bounds = [(int(self.offsets[f]), int(self.offsets[f + stop - start])) for f in firsts]
-        lengths = torch.cat([self.offsets[f : f + stop - start + 1].diff() for f in firsts])
-        ids_L = torch.cat([self.ids_L[a:b] for a, b in bounds])
-        weights_L = None
-        if self.weights_L is not None:
-            weights_L = torch.cat([self.weights_L[a:b] for a, b in bounds])
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return SparseFeatures(ids_L, offsets, weights_L, self.num_features)
+            def select(values_L: Tensor) -> Tensor:
+                return torch.cat([values_L[first:last] for first, last in bounds])
+
+        weights_L = None if self.weights_L is None else select(self.weights_L)
+        return SparseFeatures(select(self.ids_L), offsets, weights_L, self.num_features)
 
 
 class Batch(NamedTuple):

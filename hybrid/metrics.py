@@ -146,7 +146,8 @@ def task_metrics(
             continue
         ranking = ranking or Ranking(predicted_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
         kind, _, k = metric.partition("@")
-        metrics[metric] = getattr(ranking, kind)(*([int(k)] if k else []))
+        compute = getattr(ranking, kind)
+        metrics[metric] = compute(int(k)) if k else compute()
     return metrics
 
 
@@ -275,7 +276,8 @@ def _auc(scores_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> float:
     if labels_N.min() == labels_N.max() or scores_N.isnan().any():
         return float("nan")
     is_positive_N = labels_N == 1
-    positives_P, (negatives_Q, order_Q) = scores_N[is_positive_N], scores_N[~is_positive_N].sort()
+    positives_P = scores_N[is_positive_N]
+    negatives_Q, order_Q = scores_N[~is_positive_N].sort()
     below_P = torch.searchsorted(negatives_Q, positives_P)
     not_above_P = torch.searchsorted(negatives_Q, positives_P, right=True)
     of_positives_P = weights_N[is_positive_N]

@@ -142,8 +142,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each module with its inputs, concurrently; return the output of each.
 
-    The threads inherit grad mode, inference mode, autocast and the current CUDA streams of the caller. A
-    single module is called in the thread of the caller.
+    The threads inherit grad mode, inference mode, autocast and the current CUDA streams of this thread. A
+    single module is called in this thread.
 
     Args:
         inputs: for each module, a list or tuple of positional arguments, or a single argument.
@@ -162,11 +162,10 @@ def parallel_apply(
         default = "cuda" if torch.cuda.is_available() else "cpu"
         first_tensors = [next(_tensors(each), None) for each in inputs]
         devices = [default if tensor is None else tensor.device for tensor in first_tensors]
+    arguments = zip(map(resolve_device, devices), modules, inputs, kwargs_tup, strict=True)
     calls = [
-        partial(_call, _settings_of_caller(device), index, device, *call)
-        for index, (device, *call) in enumerate(
-            zip(map(resolve_device, devices), modules, inputs, kwargs_tup, strict=True)
-        )
+        partial(_call, _thread_settings(device), index, device, module, args, kwargs)
+        for index, (device, module, args, kwargs) in enumerate(arguments)
     ]
     if len(calls) == 1:
         return [calls[0]()]
@@ -174,7 +173,7 @@ def parallel_apply(
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
-def _settings_of_caller(device: torch.device) -> list[AbstractContextManager[object]]:
+def _thread_settings(device: torch.device) -> list[AbstractContextManager[object]]:
     """Return context managers that give another thread the settings of this one, for ``device``."""
     settings: list[AbstractContextManager[object]] = [
         torch.inference_mode(torch.is_inference_mode_enabled()),

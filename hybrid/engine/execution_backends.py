@@ -37,9 +37,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def apply_backend(
     model: HybridModel, blueprint: Blueprint, devices: Sequence[torch.device]
 ) -> DensePlacement:
-    """Give a model's stages the backend of the configuration; return where its parameters then are.
-
-    All trainers must call it.
+    """Give a model's stages the configured backend; return the placement. All trainers must call it.
 
     Args:
         model: changed in place: its ``stages``, and with tensor parallelism its parameters.
@@ -125,7 +123,11 @@ def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Den
                 raise ConfigError("dense.tensor_size", rule)
         shard: nn.Module = stage
         if plan := plans.get(name):
-            shard = split = TensorParallel(stage, mesh["tensor"], plan)
+            try:
+                shard = split = TensorParallel(stage, mesh["tensor"], plan)
+            except ValueError as error:  # of a tied parameter
+                rule = f"cannot split {name} of the net: {error}; leave its layers out of dense.tensor_plan"
+                raise ConfigError("dense.tensor_size", rule) from error
             layouts |= split.layouts
         setattr(model.stages, name, SharedStage(shard, mesh.get_group("tensor")))
     model.is_whole = not layouts

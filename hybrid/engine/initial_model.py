@@ -32,8 +32,8 @@ class InitialModel:
     """The tables of a run with the sources of their initial rows, and the source of its dense nets.
 
     Args:
-        data_source: the location of the prepared data; None if the caller gives ids.
-        warn: receives a line for each damaged checkpoint, and for what is not found.
+        encoder_folder: the location of the encoder of the data; None if its ids are row numbers.
+        warn: receives a line for each damaged checkpoint, and for tables that the other run does not have.
 
     Attributes:
         tables: the tables; those with a source have ``initial``.
@@ -47,13 +47,17 @@ class InitialModel:
     """
 
     def __init__(
-        self, config: RunConfig, input_spec: InputSpec, data_source: str | None, warn: Callable[[str], object]
+        self,
+        config: RunConfig,
+        input_spec: InputSpec,
+        encoder_folder: str | None,
+        warn: Callable[[str], object],
     ) -> None:
         self.dense: Checkpoint | None = None
         self.has_dense_state = False
         self.notes: list[str] = []
         self._config = config
-        self._data_source = data_source or ""
+        self._encoder_folder = encoder_folder or ""
         self._warn = warn
         self._opened: dict[str, tuple[Checkpoint, dict[str, SavedTable]]] = {}
         self._input_spec = input_spec
@@ -68,9 +72,9 @@ class InitialModel:
     @cached_property
     def _encoder(self) -> FeatureEncoder:
         """The encoder of the prepared data, without values."""
-        if not self._data_source:
+        if not self._encoder_folder:
             return FeatureEncoder.of_rows(self._input_spec)
-        return FeatureEncoder.load(parse_path(self._data_source), with_values=False)
+        return FeatureEncoder.load(parse_path(self._encoder_folder), with_values=False)
 
     def describe_matches(self, matches: Mapping[str, int]) -> list[str]:
         """Return lines with the number of values of each table that have a row in its source.
@@ -136,14 +140,16 @@ class InitialModel:
             if self._encoding(key, table).vocabulary == "buckets":
                 raise ConfigError(key, "is for values; the column has buckets of numbers", section.initial)
             self._config_keys[table.name] = key
-            return replace(table, initial=make_absolute(section.initial), encoder_folder=self._data_source)
+            return replace(table, initial=make_absolute(section.initial), encoder_folder=self._encoder_folder)
         if section.initial:
             path, _, name = section.initial.partition("#")
             tables = self._open(key, path)[1]
-            if (name := name or table.name) not in tables:
+            other = tables.get(name or table.name)
+            if other is None:
                 known = ", ".join(f"{path}#{each}" for each in sorted(tables))
-                raise ConfigError(key, f"has no table {name!r}; choose from {known}", section.initial)
-            return self._from_table(key, section.initial, table, tables[name])
+                rule = f"has no table {name or table.name!r}; choose from {known}"
+                raise ConfigError(key, rule, section.initial)
+            return self._from_table(key, section.initial, table, other)
         if run and (saved := self._opened[run][1].get(table.name)) is not None:
             return self._from_table(MODEL_KEY, run, table, saved)
         return table
@@ -171,7 +177,7 @@ class InitialModel:
             initial=str(saved.checkpoint.folder.absolute()),  # workers have other working directories
             initial_table=saved.name,
             has_initial_state=has_state,
-            encoder_folder=self._data_source,
+            encoder_folder=self._encoder_folder,
         )
 
     def _warn_of_missing(self, run: str) -> None:

@@ -51,8 +51,8 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
     section = config.tables.get(name, TableSection())
     shared = config.embedding
     placement = table_placement(shared, section)
-    call = table_growth(config, name, [f.name for f in features])
-    growth = None if call is None else Growth(**call.arguments)
+    growth_call = table_growth(config, name, [f.name for f in features])
+    growth = None if growth_call is None else Growth(**growth_call.arguments)
     num_rows = max(f.num_rows for f in features)
     scaled_rows = num_rows if growth is None else growth.max_rows or UNLIMITED_ROWS
     pooling = Pooling(shared.pooling)
@@ -110,7 +110,7 @@ def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
 def place_configured_tables(
     config: RunConfig, tables: Sequence[TableSpec], ids_per_sample: Mapping[str, float]
 ) -> Placement:
-    """Return the placement of the tables of a run on workers.
+    """Return the placement of the tables of a run; ConfigError if a table names a worker that does not exist.
 
     Args:
         ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.

@@ -31,6 +31,12 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
+def tied_layers() -> nn.Sequential:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.ReLU(), second, nn.Linear(8, 1))
+
+
 class NeedsTwoRows(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
@@ -120,6 +126,11 @@ REPLICA_FAILS = (
             ALONE,
             DenseNet(nn.Identity(), Concatenation(), nn.Linear(8, 1)),
             "tensor_size: .* has no layer to split",
+        ),
+        (
+            ALONE,
+            DenseNet(nn.Identity(), Concatenation(), tied_layers()),
+            r"tensor_size: cannot split head of the net: .*: 0\.weight, 2\.weight; leave",
         ),
     ],
 )
