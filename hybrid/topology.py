@@ -65,12 +65,9 @@ class Topology:
 
     def partners(self, role: Role) -> tuple[Role, ...]:
         """Return the roles that ``role`` calls by RPC. Trainers do not call each other; nor do workers."""
-        partners = {
-            RoleKind.MASTER: self.roles,
-            RoleKind.TRAINER: (MASTER, *self.workers),
-            RoleKind.WORKER: (MASTER, *self.trainers),
-        }
-        return partners[role.kind]
+        if role.kind is RoleKind.MASTER:
+            return self.roles
+        return MASTER, *(self.workers if role.kind is RoleKind.TRAINER else self.trainers)
 
     def rank(self, role: Role) -> int:
         """Return the rank; ValueError if the cluster has no such role."""

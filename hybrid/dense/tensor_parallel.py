@@ -316,13 +316,13 @@ class SharedStage(nn.Module):
         gather = partial(gather_rows, rows=rows, group=self._group)
         select = partial(_local_rows, rows=rows, group=self._group)
         gathered = [
-            _ExchangeRows.apply(x, self._anchor if record else None, gather, select)  # type: ignore[no-untyped-call]
+            ExchangeRows.apply(x, self._anchor if record else None, gather, select)  # type: ignore[no-untyped-call]
             for x, record in zip(inputs, is_differentiable, strict=True)
         ]
         output = self.stage(*gathered)
         if output.size(0) != sum(rows):
             raise ValueError(f"the stage gives {output.size(0)} rows for {sum(rows)} samples")
-        local_rows: Tensor = _ExchangeRows.apply(output, None, select, gather)  # type: ignore[no-untyped-call]
+        local_rows: Tensor = ExchangeRows.apply(output, None, select, gather)  # type: ignore[no-untyped-call]
         return local_rows
 
 
@@ -358,8 +358,11 @@ def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -
     return all_BX[start : start + rows[group.rank()]].clone()
 
 
-class _ExchangeRows(torch.autograd.Function):
-    """Exchanges rows in the forward pass, and their gradients in the backward pass."""
+class ExchangeRows(torch.autograd.Function):
+    """Exchanges rows in the forward pass by ``exchange``, and gradients in the backward pass by ``inverse``.
+
+    The rows may have no gradient. If ``anchor`` requires one, the result is recorded nevertheless.
+    """
 
     @staticmethod
     def forward(

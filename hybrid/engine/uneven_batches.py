@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.batch import Batch, by_task
-from hybrid.dense.tensor_parallel import gather_rows
+from hybrid.dense.tensor_parallel import ExchangeRows, gather_rows
 
 
 def align_batches(
@@ -75,25 +74,17 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return values
-    gathered: Tensor = _Gather.apply(values, group)  # type: ignore[no-untyped-call]
+    slices = gather_slices(values.detach().cpu(), group)
+    sizes = [len(each) for each in slices]
+    all_values = torch.cat(slices).to(values.device)
+
+    def sum_gradients(grad: Tensor) -> Tensor:
+        # All trainers run the same graph in the same order, so this all-reduce has the same position among
+        # those of DDP on every trainer.
+        total = grad.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        of_trainers: tuple[Tensor, ...] = total.to(grad.device).split(sizes)
+        return of_trainers[group.rank()]
+
+    gathered: Tensor = ExchangeRows.apply(values, None, lambda _: all_values, sum_gradients)  # type: ignore[no-untyped-call]
     return gathered
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers slices; the backward pass sums the gradients of all trainers.
-
-    All trainers run the same graph in the same order, so this all-reduce has the same position among those of
-    DDP on every trainer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        slices = gather_slices(values.cpu(), group)
-        ctx.group, ctx.sizes = group, [len(each) for each in slices]
-        return torch.cat(slices).to(values.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].to("cpu", copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total.to(grads[0].device).split(ctx.sizes)[ctx.group.rank()], None

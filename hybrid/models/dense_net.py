@@ -64,7 +64,5 @@ class HistoryInteraction(nn.Module):
 
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
         history_BTD, is_item_BT = self.history(pooled_BE)
-        parts = [bottom_BH, self.user(self.candidate(pooled_BE), history_BTD, is_item_BT)]
-        for column in self.columns:
-            parts.append(column(pooled_BE))
-        return torch.cat(parts, dim=1)
+        user_BD = self.user(self.candidate(pooled_BE), history_BTD, is_item_BT)
+        return torch.cat([bottom_BH, user_BD, *(column(pooled_BE) for column in self.columns)], dim=1)
