@@ -120,12 +120,9 @@ def shorten(text: str) -> str:
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most similar to ``name``, ignoring case; None if no name is similar."""
-
-    def similarity(other: str) -> float:
-        return difflib.SequenceMatcher(None, name.casefold(), other.casefold()).ratio()
-
-    nearest = max(names, key=similarity, default=None)
-    return None if nearest is None or similarity(nearest) < _CUTOFF else nearest
+    by_folded = {each.casefold(): each for each in names}
+    matches = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=_CUTOFF)
+    return by_folded[matches[0]] if matches else None
 
 
 def first_line(error: BaseException) -> str:

@@ -219,7 +219,7 @@ class DataSection:
 
     @property
     def synthetic_splits(self) -> dict[str, int]:
-        """The number of rows of each split of the synthetic click log. Splits have no common rows."""
+        """The number of rows of each split of the synthetic click log."""
         rows = self.synthetic_rows
         test = max(1, min(50_000, rows // 6))
         held_out = {each.split: max(1, int(rows * each.fraction)) for each in self.holdouts}
@@ -347,7 +347,7 @@ class Column:
     kind: str  # "buckets" for quantiles, too
     arguments: Mapping[str, Any]  # those of the key ``kind``
     separator: str
-    has_several: bool  # whether a row may have several ids
+    has_several: bool  # whether its section has a separator of ids, or a limit of several ids
     max_ids: int
     too_many_ids: str
     scaling: Call
@@ -369,7 +369,7 @@ class Column:
         return source
 
     def key(self, list_name: str) -> str:
-        """Return the key that lists the sources: ``source`` of a section, or ``list_name`` of [data]."""
+        """Return the configuration key that names the sources; ``list_name`` is "dense" or "sparse"."""
         return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
 
 
@@ -402,7 +402,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
-    """Return how the table of a column grows, or None; ConfigError if its limit of rows is too small."""
+    """Return the call of ``grow`` if the table of a column grows; ConfigError if its limit is too small."""
     column = _column(data, sections, name)
     call = column.vocabulary
     if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):

@@ -127,9 +127,11 @@ class Key:
         return ", ".join([kind, *bounds])
 
     def read(self, value: Any) -> Any:
-        """Convert a TOML value to the type of this key if possible; :meth:`check` rejects other values.
+        """Return a TOML value as the configuration has it; :meth:`check` rejects values of a wrong type.
 
-        Lists become tuples; a single value of a list key, too. Integers of a float key become floats.
+        Lists become tuples. If the key is a list, a single value becomes a tuple, except text with a comma.
+        Integers become floats if the key is a float, and text if the key takes numbers. A name with arguments
+        gets its canonical spelling.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
@@ -148,7 +150,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Parse the value of a ``--set`` as TOML; if the result is invalid for this key, return the text."""
+        """Return the TOML value of a ``--set``, or the text if it is no TOML, or no text for a text key."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):
@@ -158,7 +160,7 @@ class Key:
         return value if is_toml else text
 
     def read_unnamed(self, text: str) -> Any:
-        """Parse the value of an argument without its name. Lists need no brackets; text needs no quotes."""
+        """Return the value of an argument that is written without its name, brackets and quotes."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.read(value if isinstance(value, list) or not self.is_list else text)
@@ -211,7 +213,7 @@ def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rul
 
 
 def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Split ``text``, the value of the key ``dotted``, into name and arguments (as lines of TOML)."""
+    """Return the name in ``text``, and its arguments as lines of TOML; ConfigError if it is invalid."""
     match = _CALL.fullmatch(text)
     try:
         if match is None:
@@ -261,7 +263,7 @@ class CallSignatures:
 
     @property
     def rule(self) -> str:
-        """The names as text, for example ``one of step, cosine``; a single name with its arguments."""
+        """The names as text, such as ``one of step, cosine``; if there is one only, with its arguments."""
         return self._one_of(self._keys) if len(self._keys) > 1 else self.forms
 
     @property
@@ -291,7 +293,7 @@ class CallSignatures:
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
     def normalize(self, text: str) -> str:
-        """Return the canonical spelling of ``text``, with only those arguments that differ from defaults."""
+        """Return ``text`` with only the arguments that differ from defaults; ConfigError if it is invalid."""
         call = self.parse("", text)
         keys = self._keys.get(call.name, {})
         given = {name: value for name, value in call.arguments.items() if value != keys[name].default}

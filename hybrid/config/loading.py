@@ -32,33 +32,33 @@ def load_config(
         path: TOML file; None for all defaults. Relative paths in the file are relative to the current folder.
         overrides: ``section.key=value``; a section may be ``tables.NAME``. The last override of a key wins. A
             value is TOML. Text needs no quotes, and a list of one value no brackets.
-        is_stored: whether a run or checkpoint has the file. Then an unknown key is from another version.
+        is_stored: whether the program has written the file. Then an unknown key is from another version.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file, and
-            the line of the key.
+        ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file and
+            the line of the key, unless an override has set the key.
     """
     text, sections = ("", {}) if path is None else _read_sections(path, is_stored)
-    settings = [_override(each) for each in overrides]
+    settings = [_parse_override(each) for each in overrides]
     for section, name, value in settings:
         sections.setdefault(section, {})[name] = _find(section, name).parse(value)
     try:
-        return _checked(sections)
+        return _create_config(sections)
     except ConfigError as error:
         if path is None or error.key in (f"{section}.{name}" for section, name, _ in settings):
             raise
-        raise _located(path, text, error) from error
+        raise _add_location(path, text, error) from error
 
 
 def read_toml_text(text: str) -> RunConfig:
-    """Parse the TOML text that :func:`to_toml` wrote."""
-    return _checked(_by_section(parse_toml(text)))
+    """Return the configuration in the TOML text that :func:`to_toml` wrote."""
+    return _create_config(_by_section(parse_toml(text)))
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Apply a role's ``--set`` to the master's ``config``; ConfigError if roles may not set such a key."""
+    """Return the master's ``config`` with the ``--set`` of a role; ConfigError if one of them is invalid."""
     for text in settings:
-        section, name, value = _override(text)
+        section, name, value = _parse_override(text)
         key = _find(section, name)
         if not key.is_by_host:
             raise ConfigError(f"{section}.{name}", "is decided by the master; set it there")
@@ -70,10 +70,10 @@ def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 def select_role_settings(settings: Sequence[str]) -> list[str]:
     """Return the ``settings`` that may differ between roles; the master decides the others."""
-    return [text for text in settings if _find(*_override(text)[:2]).is_by_host]
+    return [text for text in settings if _find(*_parse_override(text)[:2]).is_by_host]
 
 
-def _override(text: str) -> tuple[str, str, str]:
+def _parse_override(text: str) -> tuple[str, str, str]:
     dotted, equals, value = text.partition("=")
     section, _, name = dotted.strip().rpartition(".")  # a table's name may contain dots
     if not equals or (not section and name in SECTION_KEYS):
@@ -81,8 +81,7 @@ def _override(text: str) -> tuple[str, str, str]:
     return section, name, value
 
 
-def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
-    """Create a configuration from ``sections``, and check every rule."""
+def _create_config(sections: dict[str, dict[str, Any]]) -> RunConfig:
     built: dict[str, Any] = {
         name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
     }
@@ -95,8 +94,8 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
     return config
 
 
-def _located(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
-    """Add the file ``path`` and the line of the key in ``text`` to ``error``."""
+def _add_location(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
+    """Return ``error`` with the file, and with the line of its key in the file's ``text``."""
     lines, key = key_lines(text), error.key.strip("[]")
     line = lines.get(key, lines.get(key.rpartition(".")[0]))
     place = path if line is None else f"{path}:{line}"
@@ -104,7 +103,7 @@ def _located(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
 
 
 def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the text of a file, and its sections; errors about unknown keys name the file."""
+    """Return the text of a file, and its sections; ConfigError if it cannot be read or has an unknown key."""
     try:
         # A file that the user names may be a FIFO. A file in a run folder must not block.
         content = path.read_bytes() if isinstance(path, Path) and not is_stored else read_bytes(path)
@@ -127,7 +126,7 @@ def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, d
         if is_stored:
             rule = f"an earlier version wrote it ({error.key}); this one can neither resume nor load it"
             raise ConfigError(str(path), rule) from error
-        raise _located(path, text, error) from error
+        raise _add_location(path, text, error) from error
     return text, sections
 
 
@@ -137,14 +136,14 @@ def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for section, values in document.items():
         if section not in SECTION_KEYS and section not in NAMED_KEYS:
             if not isinstance(values, dict):
-                raise _unknown("", section)
-            raise _unknown(section, next(iter(values), ""))
+                raise _unknown_key("", section)
+            raise _unknown_key(section, next(iter(values), ""))
         if not isinstance(values, dict):
             raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
         if section in NAMED_KEYS:
             for name, named_values in values.items():
                 if not isinstance(named_values, dict):
-                    raise _unknown(section, name)
+                    raise _unknown_key(section, name)
                 sections[f"{section}.{name}"] = named_values
         else:
             sections[section] = values
@@ -158,7 +157,7 @@ def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
 def _find(section: str, name: str) -> Key:
     keys = _keys_of(section)
     if name not in keys:
-        raise _unknown(section, name)
+        raise _unknown_key(section, name)
     return keys[name]
 
 
@@ -168,7 +167,7 @@ def _keys_of(section: str) -> dict[str, Key]:
     return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
 
 
-def _unknown(section: str, name: str) -> ConfigError:
+def _unknown_key(section: str, name: str) -> ConfigError:
     """Return the error for an unknown key ``name``, or for an unknown section if ``name`` is empty."""
     if not name and section not in SECTION_KEYS:
         near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
@@ -212,7 +211,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values that a resumed run keeps, by dotted key, as JSON values."""
+    """Return the values that a resumed run keeps, by dotted key: JSON values, or only a value's name."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

@@ -1,4 +1,4 @@
-"""The configuration of a run: every key, its default, its rule and its meaning."""
+"""Keys of all sections that have no module, and ``RunConfig``, which has the values of all sections."""
 
 from __future__ import annotations
 
@@ -393,12 +393,12 @@ class ScheduleSection:
 
     @property
     def steps(self) -> int:
-        """The step at which the schedule ends; 0 for the end of the run."""
+        """The step at which the schedule ends; 0 for the end of the run, or if it does not end."""
         return int(self.call.arguments.get("steps", 0))
 
     @property
     def warmup_steps(self) -> int:
-        """The number of steps before the full rate."""
+        """The number of steps that begin below the full rate; 0 for one_cycle."""
         return int(self.call.arguments.get("warmup_steps", 0))
 
 

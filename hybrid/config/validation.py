@@ -129,7 +129,7 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_stream(config: RunConfig) -> None:
-    """Raise ConfigError if a key needs all rows before the first step, or evaluations."""
+    """Raise ConfigError if a key contradicts a stream, whose rows are read once, without evaluations."""
     data, train = config.data, config.train
     for key, is_wrong, needed in (
         ("data.format", data.format not in ("csv", "criteo"), "csv or criteo"),
@@ -175,7 +175,7 @@ def _check_stream(config: RunConfig) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """Raise ConfigError if a column is named twice, or the model reads a label."""
+    """Raise ConfigError if a list names a column twice, or a label is an input or the sample weight."""
     labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
@@ -188,7 +188,7 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError if the delimiter is invalid, or ``value_of`` reads a label as both 1 and 0."""
+    """Raise ConfigError if the delimiter is invalid, or a label, as ``value_of`` reads it, means 1 and 0."""
     if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
         raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}

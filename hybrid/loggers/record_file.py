@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from hybrid.storage import files
-from hybrid.storage.file_formats import finite, parse_json
+from hybrid.storage.file_formats import parse_json, replace_non_finite
 from hybrid.storage.private_files import open_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -40,7 +40,7 @@ class AppendOnlyFile:
     def append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
         """Append a record of metrics.jsonl."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
-        self.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
+        self.write(f"{json.dumps(replace_non_finite(record), allow_nan=False)}\n".encode())
 
     def write(self, record: bytes) -> None:
         """Append bytes; if that fails, the file is unchanged."""

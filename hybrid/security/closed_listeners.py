@@ -32,7 +32,8 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """At the end of the ``with`` block, close the sockets on which this process began to listen in it.
 
-    The members of the group share ``store``, and must be connected by then. Their connections stay open.
+    Connections that these sockets accepted are closed, too, except those of the group's other members, which
+    share ``store``. All members must be connected by then, and call this function.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}

@@ -49,7 +49,7 @@ _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class PayloadKind(IntEnum):
-    """The kinds of payloads. The kind determines what identifies the receiver."""
+    """The kinds of payloads, each with what identifies the receiver of such a payload."""
 
     CALL = 1  # the RPC name of a role
     GATHER = 2  # nothing: torch's messages at start and end, which all roles receive
@@ -122,7 +122,7 @@ class Signatures:
         return b"".join((start, number, sealed, context.tag))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
-        """Return kind, sender and pickle of a payload; RejectionError if it is forged or replayed."""
+        """Return kind, sender number and pickle of a payload; RejectionError if it is forged or replayed."""
         # Senders sign contiguous tensors only. Other tensors must not be read as one range of memory.
         if not all(map(is_contiguous, tensors)):
             raise RejectionError(UNSIGNED)
@@ -151,7 +151,7 @@ class Signatures:
 
 
 def _segments(tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
-    """Return what a payload authenticates besides the pickle: the number of tensors, and their bytes."""
+    """Return what is signed in addition to the pickle: the number of tensors, and their bytes."""
     views = (segment for tensor in tensors for segment in memory_of(tensor))
     return [len(tensors).to_bytes(_COUNT_BYTES, "little"), *views]
 

@@ -36,7 +36,7 @@ _NOT_NEXT = "it was changed, or is not the next message of the sender"
 
 
 class Secret:
-    """A cluster's secret, from which keys are derived; ``repr`` hides the value.
+    """A cluster's secret, from which keys are derived. ``repr`` does not show the value.
 
     Args:
         value: at least 32 characters that cannot be guessed; else, ConfigError is raised.
@@ -80,7 +80,7 @@ class Secret:
         return cls(text.decode(errors="replace").strip(), key)
 
     def write(self, file: Path) -> None:
-        """Write the secret to a new file that only its owner may read."""
+        """Write the secret to a new file that only its owner may read; ConfigError if that fails."""
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
         except OSError as error:

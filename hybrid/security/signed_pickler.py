@@ -169,7 +169,7 @@ class SignedPickler(internal._InternalRPCPickler):
         return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
-        """Return the call or the value of a payload, or an error if the payload is rejected."""
+        """Return the call or the value of a payload; if rejected, an exception object for its sender."""
         sender: bytes | None = None
         try:
             kind, sender, pickled = self._signatures.verify(binary_data, tensor_table)
@@ -197,7 +197,7 @@ class SignedPickler(internal._InternalRPCPickler):
 
 
 def received_tensor(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the next tensor of the payload; called by the payload's pickle."""
+    """Return ``tensor``, for a pickle; RejectionError if the sender pickled another dtype or shape."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise RejectionError(UNSIGNED)
     return tensor
@@ -211,7 +211,7 @@ def install(pickler: internal._InternalRPCPickler | None) -> None:
 
 @contextmanager
 def reject_pickled_classes() -> Iterator[None]:
-    """Reject classes in the unsigned pickles that torch loads while it joins an RPC group."""
+    """In this context, raise ClusterError if an unsigned pickle of torch's collectives names a class."""
     before = distributed_c10d._unpickler
     distributed_c10d._unpickler = PlainUnpickler
     try:

@@ -47,10 +47,10 @@ def _check(value: Any, levels: int) -> None:
         value.encode()  # raises an error for half of a surrogate pair
 
 
-def finite(value: Any) -> Any:
-    """Replace each number that JSON cannot represent by None."""
+def replace_non_finite(value: Any) -> Any:
+    """Return a value, or nested mappings of values, with None for each number that JSON cannot represent."""
     if isinstance(value, Mapping):
-        return {name: finite(element) for name, element in value.items()}
+        return {name: replace_non_finite(element) for name, element in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

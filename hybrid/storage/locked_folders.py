@@ -63,7 +63,7 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
 
 @cache
 def lock_until_exit(folder: Path, key: str) -> None:
-    """Lock a run folder until this process ends; see :func:`folder_lock`. Further calls have no effect."""
+    """Lock a run folder as :func:`folder_lock` does, until this process ends. Later calls have no effect."""
     lock = ExitStack()
     descriptor = lock.enter_context(folder_lock(folder, key))
     atexit.register(lock.close)
@@ -94,7 +94,7 @@ def try_lock(path: Path) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file of a path during a block; wait for the lock."""
+    """Wait for the lock ``PATH.lock``, and hold it during a block; a missing folder above is created."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK_SUFFIX)
     while (descriptor := try_lock(lock)) is None:

@@ -163,7 +163,7 @@ def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSyste
 
 
 def _split_azure_authority(authority: str) -> tuple[str, str, dict[str, str]]:
-    """Return the account of an authority, the prefix of paths, and the hosts of the services."""
+    """Return the account in a URL's authority, the prefix of paths, and arguments of the client for hosts."""
     user, _, host = authority.rpartition("@")
     name, _, domain = host.partition(".")
     service, _, rest = domain.partition(".")
@@ -219,7 +219,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder; Google's store lists all files below it, and no folders."""
+    """List a folder (of Google's store: all files below it); OSError if the bucket does not exist."""
     from pyarrow import fs
 
     kind = filesystem.type_name

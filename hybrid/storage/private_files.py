@@ -102,7 +102,7 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Return whether others can write to a folder. With a bit of ``safe_mode``, that is harmless: False."""
+    """Return whether another user owns a folder, or may write to it; a mode of ``safe_mode`` permits that."""
     status = folder.stat()
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0

@@ -51,8 +51,8 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    A value that needs a signature and has none is replaced by its default. If the section of the
-    value is in ``uses``, or the value names user code, an error is raised instead.
+    A value that needs a signature and has none is replaced by its default. An error is raised instead if the
+    section of the value is in ``uses``, or if the key has values that need no signature (``Key.unsigned``).
 
     Args:
         overrides: see :func:`load_config`; these values need no signature.
@@ -60,7 +60,7 @@ def load_run_config(
         uses: the sections whose values the caller needs.
 
     Raises:
-        ConfigError: this user has not signed a value; or see :func:`load_config`.
+        ConfigError: this user has not signed a value, or the file or a value is invalid.
     """
     config = load_config(path, overrides, is_stored=True)
     if trust_code:

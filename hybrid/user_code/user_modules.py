@@ -69,7 +69,7 @@ class FolderFinder(importlib.abc.MetaPathFinder):
 def load_function(
     key: str, name: str, parameters: Sequence[str] = (), folder: Path | None = None
 ) -> Callable[..., Any]:
-    """Import the function "module:function".
+    """Import and return the function "module:function".
 
     Args:
         key: the configuration key that has the name, for errors.
@@ -127,7 +127,7 @@ def qualified_name(function: Any) -> str:
 
 
 def _module_paths(module: str) -> list[Path]:
-    """Return the paths of a module's top-level module or package; empty if it is built in or missing."""
+    """Return the folders and the file of a module's top-level package; empty if built in or missing."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
@@ -154,7 +154,7 @@ def is_user_file(filename: str) -> bool:
 def user_location(error: BaseException | None) -> str:
     """Return the innermost frame of user code, such as ``my_net.py:17, in forward``; "" if there is none.
 
-    The first cause of the exception is searched first.
+    If an exception has causes, the first cause with such a frame is used.
     """
     for each in _causes(error):
         if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from hybrid.storage.file_formats import finite
+from hybrid.storage.file_formats import replace_non_finite
 
 if TYPE_CHECKING:
     from hybrid.data.dataset.dataset_manifest import DatasetReport
@@ -93,7 +93,7 @@ def print_text(text: str) -> None:
 
 
 def json_text(values: Mapping[str, Any]) -> str:
-    return json.dumps(finite(values), indent=2, allow_nan=False) + "\n"
+    return json.dumps(replace_non_finite(values), indent=2, allow_nan=False) + "\n"
 
 
 def visible(text: str) -> str:

@@ -19,7 +19,7 @@ from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.loggers.record_file import METRICS_FILE, AppendOnlyFile, read_records, write_records
 from hybrid.loggers.run_loggers import FAILED_SECONDS, RunLoggers
 from hybrid.storage import files
-from hybrid.storage.file_formats import finite, parse_json
+from hybrid.storage.file_formats import parse_json, replace_non_finite
 from hybrid.storage.private_files import make_folder
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.messages import json_text, print_line
@@ -146,7 +146,7 @@ class RunFolder:
         """Write the report and the result."""
         self.write_report(result)
         _write_text(self.path / RESULT_FILE, json_text(result))
-        self._loggers.finish(finite(result))
+        self._loggers.finish(replace_non_finite(result))
 
     def write_report(self, result: Mapping[str, Any]) -> None:
         """Write the page of the run; ``result`` of a stopped run has its tables only."""
