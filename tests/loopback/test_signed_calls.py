@@ -1,4 +1,4 @@
-"""What is refused, by whom, before anything of it is loaded: seen where torch hands payloads in and out."""
+"""Payloads that are rejected before anything in them is loaded, at the functions that torch calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fail(text: str, later: bool) -> Future[Any]:
 
 
 class Process:
-    """What a process of a run pickles with, without RPC around it."""
+    """The pickler of a process of a run, without RPC."""
 
     def __init__(self, name: str, secret: Secret = SECRET, run: bytes = RUN) -> None:
         self.refusals = RejectionLog()
@@ -67,7 +67,7 @@ class Process:
             return self.pickler.serialize(udf)
 
     def refuses(self, payload: bytes, tensors: list[Tensor]) -> str:
-        """The reason why, if it does; else nothing."""
+        """Return the reason of the rejection; "" if the payload is accepted."""
         before = self.refusals.count
         loaded = self.pickler.deserialize(payload, tensors)
         if self.refusals.count == before:
@@ -272,7 +272,7 @@ def test_an_interrupt_while_a_message_is_loaded_is_raised(worker: Process, train
 
 
 def test_a_call_signed_for_all_roles_is_rejected(worker: Process, trainer: Process) -> None:
-    """Only what torch tells all roles at start and end is."""
+    """Only torch's own messages at the start and end are signed for all roles."""
     pickled = pickle.dumps(("hybrid.transport.endpoints:squared_norm", (7, 3), {}))
     payload = trainer.signatures.sign(PayloadKind.GATHER, b"", pickled, [])
     assert "cannot be signed for all roles" in worker.refuses(payload, [])
@@ -284,7 +284,7 @@ def test_a_call_without_a_receiver_is_not_sent(trainer: Process) -> None:
 
 
 def answer_to(caller: Process, served: Process) -> tuple[bytes, list[Tensor]]:
-    """What ``served`` answers to a call of ``caller``."""
+    """Return the response of ``served`` to a call of ``caller``."""
     greeting = internal.PythonUDF(endpoints.echo, (torch.ones(2),), {})
     udf = served.pickler.deserialize(*caller.call("worker0", greeting))
     return served.pickler.serialize(internal._run_function(udf))
@@ -364,7 +364,7 @@ class TestWithinTorch:
         return made
 
     def test_torch_uses_the_signed_pickler_in_both_directions(self) -> None:
-        """Where it keeps its pickler; a new release of torch that has it elsewhere fails here."""
+        """A release of torch that keeps its pickler elsewhere fails here."""
         ours = internal._internal_rpc_pickler
         assert isinstance(ours, SignedPickler)
         assert api._default_pickler is ours

@@ -25,13 +25,13 @@ def identity(role: Role, topology: Topology = ONE_OF_EACH, timeout_seconds: floa
 
 
 def shared(num_bytes: int = MemoryPair.NUM_BYTES) -> tuple[MemoryPair, MemoryPair]:
-    """Memory as both ends of a connection have it."""
+    """Return the memory of the trainer's end and of the worker's end of a connection."""
     memory = memoryview(mmap.mmap(-1, num_bytes))
     return MemoryPair(memory, True), MemoryPair(memory, False)
 
 
 def frames(is_one_host: bool = False) -> tuple[Frames, Frames]:
-    """A trainer's and a worker's, of one connection."""
+    """Return the frames of a trainer and of a worker, for one connection."""
     there, back = identity(TRAINER).directions(WORKER, b"random")
     answering, hearing = identity(WORKER).directions(TRAINER, b"random")
     ours, theirs = shared() if is_one_host else (None, None)
@@ -42,7 +42,7 @@ def frames(is_one_host: bool = False) -> tuple[Frames, Frames]:
 
 
 def connection(is_one_host: bool = False) -> tuple[Connection, Connection]:
-    """A trainer's end and a worker's."""
+    """Return the trainer's end and the worker's end of a connection."""
     sockets = socket.socketpair()
     for each in sockets:
         each.setblocking(False)

@@ -1,4 +1,4 @@
-"""Sockets that let nobody in once those have come whom they are for."""
+"""Listening sockets that are closed once all members of a group are connected."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ SECONDS = 5.0
 
 
 def closed() -> AbstractContextManager[None]:
-    """The block, in a group of this process alone: what it has connected is a member's."""
+    """Return the context in a group of this process only: its own connections are those of members."""
     return close_listeners_after(dist.HashStore(), 0, 1)
 
 
@@ -64,7 +64,7 @@ def check_talking(one: socket.socket, other: socket.socket) -> None:
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
 def test_only_connections_of_members_stay(family: socket.AddressFamily) -> None:
-    """Also where the listener takes IPv4 as IPv6 writes it, as torch's do."""
+    """Also if the listener accepts IPv4 as mapped IPv6 addresses, as torch's listeners do."""
     host = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::"}[family]
     with ExitStack() as stack:
         with closed():
@@ -128,7 +128,7 @@ def test_a_unix_connection_of_another_user_is_closed() -> None:
 
 
 def test_epoll_of_a_closed_listener_reports_nothing() -> None:
-    """As torch does, whose threads would be busy if it were, and which ends the process if it may not."""
+    """An event would keep torch's threads busy, and a failure to unregister would end the process."""
     with select.epoll() as epoll:
         with closed():
             listener = listening()

@@ -1,4 +1,4 @@
-"""The cluster's secret: where it comes from, who may read it, and what it tells."""
+"""The cluster's secret: its sources, the mode of its file, and its keys."""
 
 import base64
 import pickle
@@ -64,7 +64,7 @@ def test_a_short_secret_or_one_that_can_be_guessed_is_rejected(
 
 
 def test_random_secrets_are_accepted() -> None:
-    """Hexadecimal digits, base64, digits: of any of these 32 are enough."""
+    """32 random hexadecimal digits, characters of base64, or decimal digits are enough."""
     draw = random.Random(1)
     for _ in range(500):
         Secret.fresh()
