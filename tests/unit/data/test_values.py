@@ -132,6 +132,13 @@ def test_list_items_are_canonical() -> None:
 SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())
 
 
+def check_date_parts(column: Any, hours: list[float], weekdays: list[float], form: str = "") -> None:
+    for kind, expected in (("hour", hours), ("weekday", weekdays)):
+        found_B, wrong_B = parse_date_parts(column, ("?",), kind, form)
+        np.testing.assert_array_equal(found_B, expected)
+        assert not wrong_B.any()
+
+
 @pytest.mark.parametrize(
     ("text", "hour", "weekday"),
     [
@@ -146,11 +153,8 @@ SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())
 )
 def test_hour_and_weekday_of_texts(text: str, hour: int, weekday: int) -> None:
     column = pa.array([text, "?", text])
-    for kind, expected in (("hour", hour), ("weekday", weekday)):
-        for each in (column, column.dictionary_encode(), column.cast("binary")):
-            found_B, wrong_B = parse_date_parts(each, ("?",), kind)
-            np.testing.assert_array_equal(found_B, [expected, np.nan, expected])
-            assert not wrong_B.any()
+    for each in (column, column.dictionary_encode(), column.cast("binary")):
+        check_date_parts(each, [hour, np.nan, hour], [weekday, np.nan, weekday])
 
 
 @pytest.mark.parametrize(
@@ -179,10 +183,7 @@ def test_hour_and_weekday_of_parquet_types() -> None:
         (pa.array([date(2024, 1, 31), None], pa.date32()), 0),
         (pa.array([date(2024, 1, 31), None], pa.date64()), 0),
     ):
-        for kind, expected in (("hour", hour), ("weekday", 2)):
-            found_B, wrong_B = parse_date_parts(column, (), kind)
-            np.testing.assert_array_equal(found_B, [expected, np.nan])
-            assert not wrong_B.any()
+        check_date_parts(column, [hour, np.nan], [2, np.nan])
 
 
 def test_dates_in_digits() -> None:
@@ -191,10 +192,7 @@ def test_dates_in_digits() -> None:
         (pa.array([2014102109, None, 2014102110]), "%Y%m%d%H"),
         (pa.array([14102109.0, None, 14102110.0]), "%y%m%d%H"),
     ):
-        for kind, expected in (("hour", [9, np.nan, 10]), ("weekday", [1, np.nan, 1])):
-            found_B, wrong_B = parse_date_parts(column, ("?",), kind, form)
-            np.testing.assert_array_equal(found_B, expected)
-            assert not wrong_B.any()
+        check_date_parts(column, [9, np.nan, 10], [1, np.nan, 1], form)
     assert parse_date_parts(pa.array(["noon", "20170601"]), (), "hour", "%Y%m%d")[1].tolist() == [True, False]
 
 

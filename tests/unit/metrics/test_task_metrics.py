@@ -42,10 +42,8 @@ def test_weighted_metrics_equal_scikit_learn(seed: int, spread: float) -> None:
     tied = NUMBERS.round(decimals=1)
     found = task_metrics("click", TaskSection(), tied, CLICKS, None, given_N)
     probabilities, clicks = compute_predictions(TaskSection(), tied).numpy(), CLICKS.numpy()
-    loss, rate = (
-        sklearn.log_loss(clicks, probabilities, **by),
-        np.average(clicks, weights=by["sample_weight"]),
-    )
+    loss = sklearn.log_loss(clicks, probabilities, **by)
+    rate = np.average(clicks, weights=by["sample_weight"])
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     expected = {
         "auc": sklearn.roc_auc_score(clicks, probabilities, **by),

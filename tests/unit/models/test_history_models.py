@@ -176,10 +176,8 @@ def test_next_item_loss_is_the_mean_over_positions() -> None:
         for b, length in enumerate(LENGTHS):
             each = [torch.zeros((), dtype=torch.float64)]
             for t in range(length):
-                score, against = (
-                    torch.dot(wanted[b, t], following[b, t]),
-                    torch.dot(wanted[b, t], other[b, t]),
-                )
+                score = torch.dot(wanted[b, t], following[b, t])
+                against = torch.dot(wanted[b, t], other[b, t])
                 each.append(-torch.log(1 / (1 + torch.exp(-score))) - torch.log(1 / (1 + torch.exp(against))))
             losses.append(torch.stack(each).sum() / max(length, 1))
         return torch.stack(losses), torch.tensor(LENGTHS).double()

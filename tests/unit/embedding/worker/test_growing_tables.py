@@ -105,7 +105,7 @@ def draw(random: np.random.Generator, step: int) -> Tensor:
     """Return distinct keys in random order: old ones, later ones at later steps, and many of two buckets."""
     pool = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, 4000)
     pool[::2] = (pool[::2] & (2**54 - 1)) | (3 << 54) | (np.arange(2000) % 2 << 60)
-    ranks = (1000 * random.random(int(random.integers(0, 200))) ** 2).astype(int) + 40 * step
+    ranks = (1000 * random.random(int(random.integers(0, 100))) ** 2).astype(int) + 40 * step
     keys = np.unique(np.concatenate([pool[ranks % len(pool)], random.choice(EDGES, 2)]))
     return torch.from_numpy(random.permutation(keys))
 
