@@ -156,9 +156,9 @@ def test_master_reports_missing_and_duplicate_roles(tiny: list[str], tmp_path: P
 
 @needs_namespaces
 def test_roles_share_a_private_network(endless: list[str], tmp_path: Path) -> None:
-    with started(["launch", *endless], tmp_path) as command:
+    with started(["launch", *endless, *ONE_EACH], tmp_path) as command:
         command.await_step()
-        networks = {network_of(command.role(name)) for name in ("master", "trainer 1", "worker 0")}
+        networks = {network_of(command.role(name)) for name in ("master", "trainer 0", "worker 0")}
     assert len(networks) == 1
     assert network_of() not in networks
 

@@ -1,6 +1,5 @@
 """The examples of models: each trains and reaches the scores of docs/models.md."""
 
-import random
 import re
 import runpy
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.choices import write_choices
 from support.commands import ROOT, code_block, output_of, settings
+from support.trained import write_shop
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ("apply_deltas", "drifting_log", "stream_days", "train_every_day")  # which other tests run
@@ -97,32 +97,18 @@ def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_pa
     output_of(["compare", script, *options, "--", *arguments], tmp_path)  # fails if they differ
 
 
-GROUPS, ITEMS = 3, 12
-
-
-def write_history(path: Path, num_rows: int) -> None:
-    """Write rows in which users click on items of groups that they have seen."""
-    draw = random.Random(1)
-    with path.open("w") as file:
-        print("clicked,price,user,item,seen", file=file)
-        for _ in range(num_rows):
-            item, seen = draw.randrange(ITEMS), draw.choices(range(ITEMS), k=draw.randrange(6))
-            is_like = any(each % GROUPS == item % GROUPS for each in seen)
-            clicked = int(draw.random() < (0.9 if is_like else 0.1))
-            row = (clicked, draw.random(), f"u{draw.randrange(9)}", f"i{item}")
-            print(*row, "|".join(f"i{each}" for each in seen), sep=",", file=file)
+# compare fails if results differ.
+COMPARE = ["compare", "--steps", "5", *settings(cluster={"workers": 1}), "--config"]
 
 
 def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     (tmp_path / "clicks.toml").write_text(code_block("docs/models.md", "toml", "history"))
-    write_history(tmp_path / "clicks.csv", 400)
-    changed = settings(train={"batch_size": 100, "update": "lookahead"})
-    cut = ["--set", "columns.seen.max_ids=3"]
-    command = ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"]
-    output_of(command, tmp_path)  # fails if results differ
+    write_shop(tmp_path / "clicks.csv", 400)
+    changed = settings(train={"batch_size": 100, "update": "lookahead"}, columns={"seen.max_ids": 3})
+    output_of([*COMPARE, "clicks.toml", *changed], tmp_path)
 
 
 def test_retrieval_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     (tmp_path / "choices.toml").write_text(code_block("docs/models.md", "toml", "retrieval"))
     write_choices(tmp_path / "choices.csv")
-    output_of(["compare", "--config", "choices.toml", "--steps", "3"], tmp_path)
+    output_of([*COMPARE, "choices.toml"], tmp_path)

@@ -167,7 +167,7 @@ def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
 def test_example_of_the_readme_trains(tmp_path: Path) -> None:
     script = code_block("README.md", "python", "hybrid.connect").replace("50_000", "6_000")
     (tmp_path / "train.py").write_text(script)
-    printed = output_of(["run", "train.py", "--trainers", "2", "--workers", "2"], tmp_path)
+    printed = output_of(["run", "train.py", "--trainers", "2", "--workers", "1"], tmp_path)
     first, second = (float(line.rpartition(" ")[2]) for line in printed.splitlines()[-2:])
     assert second < first < 0.7
 

@@ -163,6 +163,7 @@ def check_data_of_another_version(of: Path, path: Path, capsys: pytest.CaptureFi
             {
                 "data": {"format": "csv", "dense": "x", "sparse": ["user", "item"]},
                 "dense": {"net": "custom_net:build"},
+                "cluster": {"trainers": 1, "workers": 1},
             },
         ),
         (

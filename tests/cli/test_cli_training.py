@@ -56,7 +56,9 @@ def test_batch_normalization_differs_only_with_micro_batches(
 ) -> None:
     """Its statistics are those of the samples of all trainers; its step count is an integer."""
     (tmp_path / "norm_net.py").write_text(NORM_NET)
-    overrides = settings(dense={"net": "norm_net:build"}, train={"micro_batches": parts})
+    overrides = settings(
+        dense={"net": "norm_net:build"}, train={"micro_batches": parts}, cluster={"workers": 1}
+    )
     ended = run(["compare", "--steps", 5, *tiny, *overrides], tmp_path)
     assert (ended.code, ended.stdout.count("batch normalization in head.1 ")) == (differs, differs)
     assert "trainer 0: head.1.num_batches_tracked" in (ended.stderr if differs else ended.stdout)
@@ -66,13 +68,12 @@ def test_log_that_an_error_names_is_kept(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with started(
-        ["compare", "--steps", 100_000, *tiny, *settings(train={"epochs": 10_000})], tmp_path
-    ) as command:
+    job = [*tiny, *ONE_EACH, *settings(train={"epochs": 10_000})]
+    with started(["compare", "--steps", 100_000, *job], tmp_path) as command:
         assert eventually(lambda: "on the cluster" in command.stdout, COMMAND_SECONDS), command.stderr
-        command.role("worker 1").kill()
+        command.role("worker 0").kill()
         ended = command.wait()
-    log = re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; see (\S+worker-1.log)$", ended.stderr)
+    log = re.search(r"worker 0 \(pid \d+\) was killed by SIGKILL; see (\S+worker-0.log)$", ended.stderr)
     assert ended.code == 75
     assert log is not None
     assert Path(log[1]).is_file()
@@ -83,7 +84,9 @@ def test_compare_fails_if_results_differ(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "odd_net.py").write_text(ODD_NET)
-    ended = run(["compare", "--steps", 2, *tiny, *settings(dense={"net": "odd_net:build"})], tmp_path)
+    ended = run(
+        ["compare", "--steps", 2, *tiny, *ONE_EACH, *settings(dense={"net": "odd_net:build"})], tmp_path
+    )
     assert ended.code == 1
     assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than", ended.stderr)
     assert not list(tmp_path.glob("hybrid-compare-*"))
