@@ -2,13 +2,10 @@
 
 import json
 import os
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
+from support.commands import Command, start_process
 
 from benchmark.gpu_trace import GpuStep
 from benchmark.job import VARIABLE, Job
@@ -19,8 +16,6 @@ from hybrid.errors import HybridError
 from workers.run_folder.run_access import scratch_logs
 
 _TIMEOUT_SECONDS = 900.0
-_GRACE_SECONDS = 8.0  # between SIGTERM and SIGKILL
-_OUTPUT = "output.txt"
 _TAIL_LINES = 15
 
 
@@ -75,60 +70,24 @@ def measure(
     workload, system = WORKLOADS[workload_name], SYSTEMS[system_name]
     with scratch_logs("bench-") as folder:
         (folder / "config.toml").write_text(to_toml(workload.config), encoding="utf-8")
-        result = folder / "result.json"
+        result, output = folder / "result.json", folder / "output"
         job = Job(workload_name, num_warm_up, num_steps, os.getpid(), str(result))
-        command = [system.python, "-P", *system.arguments]
-        with started(command, folder, {VARIABLE: job.to_json()}) as process:
-            try:
-                process.wait(_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise failure(f"{system.title} did not end within {_TIMEOUT_SECONDS:g} s", folder) from None
-        if process.returncode:
-            raise failure(f"{system.title} ended with code {process.returncode}", folder)
+        paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
+        variables = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder), VARIABLE: job.to_json()}
+        arguments = [system.python, "-P", *system.arguments]
+        command = Command(start_process(arguments, variables, output, folder), output)
+        failure = ""
+        try:
+            if code := command.wait(_TIMEOUT_SECONDS).code:
+                failure = f"{system.title} ended with code {code}"
+        except AssertionError:
+            failure = f"{system.title} did not end within {_TIMEOUT_SECONDS:g} s"
+        finally:
+            command.kill()
+        if failure:
+            lines = (command.stdout + command.stderr).splitlines()[-_TAIL_LINES:]
+            raise MeasurementError("\n    ".join([f"{failure}; its last output:", *lines]))
         values = json.loads(result.read_text(encoding="utf-8"))
     num_samples = num_steps * workload.global_batch
     losses = tuple(values.pop("losses"))
     return Measurement(workload_name, system_name, number, num_samples, **values, losses=losses)
-
-
-@contextmanager
-def started(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command; at the end of the block, terminate it, and kill the processes that remain.
-
-    Args:
-        folder: working directory, also for temporary files and for the output.
-        environment: additional environment variables.
-    """
-    paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
-    variables = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder), **environment}
-    with (folder / _OUTPUT).open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            with suppress(psutil.NoSuchProcess):
-                descendants = psutil.Process(process.pid).children(recursive=True)
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_GRACE_SECONDS)
-                for each in psutil.wait_procs(descendants, timeout=0.0)[1]:
-                    each.kill()
-            process.kill()
-            process.wait()
-
-
-def failure(what: str, folder: Path) -> MeasurementError:
-    """Return the error of a command that was started in ``folder``."""
-    lines = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
-    return MeasurementError("\n    ".join([f"{what}; its last output:", *lines[-_TAIL_LINES:]]))

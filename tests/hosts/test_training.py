@@ -1,4 +1,4 @@
-"""Runs on two and three hosts have the bits of a run on one host, and name a host that differs."""
+"""Runs on two and three hosts have the bits of a run on one host."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The failure that the master reports."""
+"""The failure that the master reports, and the folders that it checks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -13,37 +13,69 @@ from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport import Failure, LostError, RemoteError
 from workers import master
 from workers.cluster_task import TrainTask
-from workers.exit_codes import StopMessage, exit_code
+from workers.controller.shared_folders import SharedFolders
+from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
 from workers.rendezvous.bootstrap import JoinedCluster
+from workers.rendezvous.heartbeat import Registration, own_versions
 from workers.rendezvous.host_setup import listen
 from workers.rendezvous.interrupt import LostRoleError
 
 WORKER = Role(RoleKind.WORKER, 0)
 
 
-class FailingJob:
-    def __init__(self, config: RunConfig, task: TrainTask) -> None:
-        pass
+@contextmanager
+def lead(*_: object) -> Iterator[JoinedCluster]:
+    """Form no cluster; its only worker would have other mounts than the master."""
+    worker = Registration(str(WORKER), "b", 1, own_versions(), files="others", network="")
+    yield JoinedCluster(MASTER, Topology(0, 1), cast(Any, None), {WORKER: worker})
 
-    def run(self, *_: object) -> None:
-        raise ValueError("the first error")
+
+def run(job: Callable[[Callable[[], object]], ExitCode], folder: Path) -> None:
+    """Run a training task whose job is ``job(data)``, with the function that prepares its data."""
+
+    class Job:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, topology: Topology, data: Callable[[], object], view: object) -> ExitCode:
+            return job(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(master, "lead", lead)
+        patch.setattr(master, "Training", Job)
+        master.run(RunConfig(), TrainTask(folder, False, 0.0), Secret.fresh(), listen("127.0.0.1", 0))
 
 
 def test_role_lost_at_the_end_does_not_hide_first_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    @contextmanager
-    def lead(*_: object) -> Iterator[JoinedCluster]:
-        yield JoinedCluster(MASTER, Topology(0, 0), cast(Any, None), {})
-
     def announce_stop(*_: object) -> None:
         raise LostRoleError("lost worker 0")
 
-    monkeypatch.setattr(master, "lead", lead)
+    def fail(data: object) -> ExitCode:
+        raise ValueError("the first error")
+
+    monkeypatch.setattr(SharedFolders, "check_run", lambda *_: None)
     monkeypatch.setattr(master, "announce_stop", announce_stop)
-    monkeypatch.setattr(master, "Training", FailingJob)
     with pytest.raises(ValueError, match="first"):
-        master.run(RunConfig(), TrainTask(tmp_path, False, 0.0), Secret.fresh(), listen("127.0.0.1", 0))
+        run(fail, tmp_path)
+
+
+def test_remote_roles_check_the_run_and_the_prepared_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checked: list[object] = []
+
+    def check(folders: SharedFolders, folder: Path) -> None:
+        checked.append(([*folders.remote_roles], folder))
+
+    monkeypatch.setattr(SharedFolders, "check_run", check)
+    monkeypatch.setattr(SharedFolders, "check_data", check)
+    monkeypatch.setattr(master, "ensure_prepared", lambda *_: Path("prepared"))
+    monkeypatch.setattr(master, "announce_stop", lambda *_: None)
+    with pytest.raises(Interrupt):
+        run(lambda data: ExitCode.AGAIN if data() == Path("prepared") else ExitCode.DONE, tmp_path)
+    assert checked == [([WORKER], tmp_path), ([WORKER], Path("prepared"))]
 
 
 @pytest.mark.parametrize("interrupted", ["diagnosis", "announcement"])

@@ -100,7 +100,7 @@ def _live_lines(progress: TrainingProgress) -> list[RenderableType]:
 
 
 def format_number(value: float) -> str:
-    """Return a number with four decimals."""
+    """Return a number as text with four decimals; "unknown" for NaN."""
     return "unknown" if math.isnan(value) else f"{value:.4f}"
 
 

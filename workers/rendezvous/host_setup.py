@@ -67,7 +67,8 @@ def is_loopback(host: str) -> bool:
 def listen(address: str, port: int, port_key: str = _MASTER_KEY) -> socket.socket:
     """Return a socket that listens on one address only; port 0 selects a free port.
 
-    ConfigError if other hosts cannot reach the address, or (for ``port_key``) if the port is in use.
+    ConfigError if this host cannot listen on the address, if other hosts cannot reach it, or (for
+    ``port_key``) if the port is in use.
     """
     try:
         resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -95,7 +96,7 @@ def choose_interface(configured: str, address: str) -> str:
     """Return this process's network interface, and set the environment variables that gloo and NCCL read.
 
     Args:
-        configured: ``cluster.interface``; ConfigError if this host does not have it.
+        configured: ``cluster.interface``; ConfigError if this host lacks it, or if "auto" finds none.
         address: this host's address: on the master, the address on which it listens; on another role, the
             local address of its connection to the master.
     """

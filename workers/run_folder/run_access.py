@@ -152,7 +152,7 @@ def checkpoint_root(folder: Path) -> StoragePath:
 
 
 def record_script_folder(scratch: Path, folder: StoragePath) -> None:
-    """Record in the scratch folder of a script that the script resumes from the checkpoints in ``folder``."""
+    """Record, in a script's scratch folder, the folder from whose checkpoints the script resumes."""
     with run_write_errors(scratch, "set TMPDIR to another folder"):
         files.write_bytes(scratch / _RESUME_FILE, str(folder).encode())
 
