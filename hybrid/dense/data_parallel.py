@@ -54,8 +54,8 @@ def resolve_device(device: Device) -> torch.device:
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     """Split each tensor of ``inputs`` along ``dim`` into chunks of almost equal size, one per device.
 
-    With fewer samples than devices there are fewer chunks; without samples there is one. Other values and
-    empty containers go to each device unchanged.
+    There may be fewer chunks than devices, as with ``torch.chunk``; without samples there is one. Other
+    values and empty containers go to each device unchanged.
 
     Returns:
         The inputs of each device. A chunk that stays on its device is a view, which must not be changed in

@@ -15,7 +15,7 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
 
     With ``auto``, that is a GPU if the machine has one: trainers are spread over its GPUs by LOCAL_RANK
     (which torchrun sets) or SLURM_LOCALID, or else by trainer index. ``cuda`` does the same and requires one.
-    A GPU is any accelerator that torch knows.
+    A GPU is any accelerator that torch knows. If ``dense.device`` lists devices, these are returned.
 
     Raises:
         ConfigError: there is no such device here.

@@ -92,7 +92,7 @@ class ColumnLayout:
             raise ConfigError(f"columns.{name}.pooling", f"{rule}, since the net takes the column as {what}")
 
     def without_lengths(self, interaction: nn.Module) -> nn.Module:
-        """Return an interaction without the lengths of sequences in its input."""
+        """Return ``interaction``, or a module that takes the lengths of sequences out of its input first."""
         if not any(self._lengths.values()):
             return interaction
         kept = [

@@ -36,7 +36,7 @@ RemoteStage: TypeAlias = Callable[[Ticket, Tensor], Tensor]
 
 
 class NetInputs(NamedTuple):
-    """The inputs of a net: ``dense_BF``, ``pooled_BE`` and, of a remote net, its output."""
+    """The inputs of a net: ``dense_BF``, ``pooled_BE``, and the output of the remote net, if there is one."""
 
     dense_BF: Tensor
     pooled_BE: Tensor

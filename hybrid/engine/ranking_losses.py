@@ -16,8 +16,7 @@ The first is the loss of RankNet (Burges et al. 2005). The second is the top-one
 equal fraction of its weight, so that the mean over samples is the mean over groups. Samples of other groups
 have weight 0.
 
-Everything is computed on the CPU, where labels and groups are, so that sums have a fixed order and equal
-bits.
+Everything is computed on the CPU, where labels and groups are, in a fixed order: results are bit-identical.
 """
 
 from __future__ import annotations

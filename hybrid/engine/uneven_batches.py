@@ -25,6 +25,7 @@ def align_batches(
     and so takes part in the steps of the others.
 
     Args:
+        empty: what a trainer without further batches gets.
         group: all trainers, each of which must iterate.
         num_tasks: columns of the weights.
         until: event time that ends the iteration, after the first step that reaches it.

@@ -44,7 +44,7 @@ class GuardedModule(Protocol):
 
 
 class Guard:
-    """The decisions of a run, on one trainer.
+    """One trainer's side of the decisions how to apply steps.
 
     Args:
         hosted: all modules on workers that wait for decisions.

@@ -1,6 +1,6 @@
 """Row optimizers of the reference, and rounding of rows to bfloat16.
 
-This module shares no code with ``row_optimizers.py``, which documents the equations, and with ``kernels.py``.
+This module shares no code with ``kernels.py`` and ``row_optimizers.py``; the latter documents the equations.
 Optimizers of torch.optim update the rows of a step as if each row had a separate optimizer, or all rows with
 ``all_rows``. Row-wise Adagrad and FTRL are written here, since torch does not have them.
 """
