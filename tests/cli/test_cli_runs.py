@@ -1,5 +1,6 @@
 """Runs from start to end by the real commands: launched, by hand, resumed and evaluated."""
 
+import gzip
 import json
 import re
 import shutil
@@ -7,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chaos_run.run_comparison import differences
 from support.commands import OTHERS, TrainedRun, by_hand, output_of, result_of, run, settings
-from support.tables import write_criteo, write_csv
 from support.traces import slices
 
 from hybrid.checkpoint.checkpoint_folders import (
@@ -21,6 +22,7 @@ from hybrid.checkpoint.checkpoint_folders import (
     write_text,
 )
 from hybrid.data.dataset.dataset_manifest import COPY_NAME, FORMAT_VERSION
+from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 from workers.cli import main
 
 
@@ -152,6 +154,35 @@ def check_data_of_another_version(of: Path, path: Path, capsys: pytest.CaptureFi
     ended = run(["launch", "--resume", folder, "--set", "train.epochs=5"], path.parent)
     assert ended.code == 1
     assert re.fullmatch(f"hybrid launch: {place}.*\n", ended.stderr)
+
+
+def clicks(num_rows: int) -> list[tuple[int, float, str, str]]:
+    """Return rows of label, x, user and item; the label depends on x and the user."""
+    random = np.random.default_rng(1)
+    x, user = random.normal(size=num_rows), random.integers(9, size=num_rows)
+    item = random.integers(50, size=num_rows)
+    label = (x + (user % 3) + random.normal(size=num_rows) > 1).astype(int)
+    return [
+        (int(y), round(float(v), 3), f"u{u}", f"i{i}")
+        for y, v, u, i in zip(label, x, user, item, strict=True)
+    ]
+
+
+def write_csv(path: Path, num_rows: int) -> Path:
+    """Write a CSV with a header; line 4 has an invalid label."""
+    lines = [",".join(map(str, row)) for row in clicks(num_rows)]
+    path.write_text("\n".join(["label,x,user,item", *lines[:2], "maybe,0.5,u1,i1", *lines[2:]]) + "\n")
+    return path
+
+
+def write_criteo(path: Path, num_rows: int) -> Path:
+    """Write a gzip file in Criteo's layout, with missing values."""
+    with gzip.open(path, "wt") as file:
+        for label, x, user, item in clicks(num_rows):
+            dense = [str(round(10 * x)), *[""] * (len(CRITEO_DENSE) - 1)]
+            sparse = [user, item, *["same"] * (len(CRITEO_SPARSE) - 2)]
+            file.write("\t".join([str(label), *dense, *sparse]) + "\n")
+    return path
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.commands import (
     settings,
     started,
 )
-from support.tables import write_csv
+from support.trained import write_clicks
 
 from workers.cli import main
 
@@ -94,8 +94,8 @@ def test_compare_fails_if_results_differ(
 
 def test_run_without_test_rows_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write_csv(tmp_path / "clicks.csv", 400)
-    data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "split": "none"}
+    data = {"format": "csv", "path": write_clicks(tmp_path / "clicks.csv"), "label": "clicked"}
+    data |= {"dense": "age", "sparse": ["user", "item"], "split": "none"}
     job = settings(data=data, train={"batch_size": 64}, dense={"device": "cpu"})
     printed = output_of(["launch", *job, *ONE_EACH, *settings(run={"folder": "run"})], tmp_path)
     assert "no test rows (data.split = none): nothing is evaluated\n" in printed

@@ -87,6 +87,7 @@ COMMON = settings(
     train={"batch_size": 150, "dtype": "float64", "log_every_steps": 1},
     checkpoint={"every_steps": 7},
     dense={"device": "cpu"},
+    cluster={"workers": 1},
 )
 
 
@@ -195,7 +196,8 @@ def test_killed_run_continues_with_the_same_bits(folder: Path, undisturbed: Path
 
 
 def test_run_continues_at_another_size(folder: Path, undisturbed: Path) -> None:
-    with started(["launch", *COMMON, *settings(run={"folder": "resized"})], folder) as command:
+    more = settings(run={"folder": "resized"}, cluster={"workers": 2})
+    with started(["launch", *COMMON, *more], folder) as command:
         command.await_text("step 12 ")
         command.process.send_signal(signal.SIGINT)
         assert command.wait().code == 130

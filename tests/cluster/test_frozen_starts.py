@@ -12,7 +12,7 @@ from unittest import mock
 import psutil
 from support.cluster import small_config
 from support.commands import eventually
-from support.fork_context import fork_context
+from support.fork_context import fork_context, forked_process
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
@@ -59,28 +59,23 @@ def take_part(
 
 def endings(frozen: Role) -> dict[Role, str]:
     """Freeze one role of a cluster of three; return the errors of the other roles."""
-    context = fork_context()
     secret, processes, reports = Secret.fresh(), {}, {}
-    with listen("127.0.0.1", 0) as listener:
-        cluster = {"trainers": 1, "workers": 1, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
-        config = small_config(cluster=cluster)
+    cluster = {"trainers": 1, "workers": 1, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    config = small_config(cluster=cluster)
+    with ExitStack() as stack, listen("127.0.0.1", 0) as listener:
         address = MasterAddress(*listener.getsockname())
         for role in config.cluster.topology.roles:
-            reports[role], theirs = context.Pipe()
+            reports[role], theirs = fork_context().Pipe()
             rest = (config, secret, listener if role == MASTER else address, theirs)
-            processes[role] = context.Process(target=take_part, args=(role, role == frozen, *rest))
-            processes[role].start()
+            process = forked_process(take_part, role, role == frozen, *rest)
+            processes[role] = stack.enter_context(process)
             theirs.close()
-    try:
+        listener.close()
         victim = psutil.Process(processes[frozen].pid)
         assert eventually(lambda: victim.status() == psutil.STATUS_STOPPED, START_SECONDS)
         others = {role: each for role, each in reports.items() if role != frozen}
         assert all(each.poll(HEARTBEAT_SECONDS + 1) for each in others.values())
         return {role: each.recv() for role, each in others.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.join(START_SECONDS)
 
 
 def test_frozen_worker_is_reported() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from comparison.cases.examples import get_training_examples
 from comparison.cases.hybrid_trainer import train
-from support.cluster import STOP_SECONDS, Clusters, small_config
-from support.fork_context import fork_context
+from support.cluster import Clusters, small_config
+from support.fork_context import STOP_SECONDS, fork_context, forked_process
 from torch.distributed import rpc
 
 from hybrid import transport
@@ -139,28 +139,22 @@ def live(
 @pytest.mark.parametrize("reused", ["master trainer worker", "trainer"])
 def test_a_process_can_be_in_several_clusters(reused: str) -> None:
     """The first cluster fails; roles of the other kinds are new processes in each cluster."""
-    context = fork_context()
-    reports: SimpleQueue[Any] = context.SimpleQueue()
+    reports: SimpleQueue[Any] = fork_context().SimpleQueue()
     config, secret = small_config(cluster={"trainers": 2, "workers": 1}), Secret.fresh()
-    processes = []
     with ExitStack() as stack:
+        processes = []
         listeners = [stack.enter_context(listen("127.0.0.1", 0)) for _ in range(3)]
         for role in config.cluster.topology.roles:
             ends = [each if role == MASTER else MasterAddress(*each.getsockname()) for each in listeners]
             clusters = list(zip(ends, [True, False, False], strict=True))
             for part in [clusters] if role.kind in reused else [[each] for each in clusters]:
-                processes.append(
-                    context.Process(target=live, args=(role, config, secret, reports, part), name=str(role))
-                )
-                processes[-1].start()
-    try:
+                started = forked_process(live, role, config, secret, reports, part, name=str(role))
+                processes.append(stack.enter_context(started))
+        for listener in listeners:
+            listener.close()
         for process in processes:
             process.join(STOP_SECONDS)
         assert {process.exitcode for process in processes} == {0}
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(STOP_SECONDS)
     received = [reports.get() for _ in range(11) if not reports.empty()]
     results = [each for each in received if isinstance(each, tuple)]
     assert results == [([None, (0, 2), (1, 2), None], results[0][1])] * 3

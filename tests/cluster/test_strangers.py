@@ -13,8 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.cluster import STOP_SECONDS
-from support.fork_context import fork_context
+from support.fork_context import STOP_SECONDS, fork_context, forked_process
 from support.socket_ends import rpc_of_one
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
@@ -82,15 +81,9 @@ def _outcome(attempt: Callable[[], Any]) -> str:
 @contextmanager
 def process_of_a_stranger(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
     """Another process that runs ``target(*args, connection)``; the other end of the connection."""
-    context = fork_context()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(*args, theirs))
-    process.start()
-    try:
+    ours, theirs = fork_context().Pipe()
+    with forked_process(target, *args, theirs):
         yield ours
-    finally:
-        process.kill()
-        process.join(STOP_SECONDS)
 
 
 def answer_of(stranger: Connection) -> Any:

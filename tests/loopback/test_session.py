@@ -1,7 +1,6 @@
 """A session whose roles are all this process: what the master sees of work that is still on its way."""
 
 import functools
-import random
 import sys
 import time
 from contextlib import closing
@@ -12,7 +11,6 @@ import pytest
 import torch
 from benchmark.batch_session import BatchSession
 from support.cluster import LocalTopology, small_config
-from support.samples import features_of_bags
 from torch import Tensor
 from torch.futures import Future
 from torch.testing import assert_close
@@ -20,12 +18,7 @@ from torch.testing import assert_close
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config import ColumnSection
-from hybrid.custom_loop.embedding_modules import Jagged
-from hybrid.custom_loop.local_batches import features_of
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, load
-from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.transport import Remote
 from hybrid.updates.ticket import Ticket
@@ -59,10 +52,9 @@ def two_batches(trainer: int) -> list[Batch]:
     return make_batches(trainer)[:2]
 
 
-def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> closing[BatchSession]:
+def opened(mode: str, **sections: dict[str, Any]) -> closing[BatchSession]:
     config = small_config(cluster={"trainers": 1, "workers": 1}, train={"update": mode}, **sections)
-    weighted = {each.name: ColumnSection(kind="weighted") for each in spec.sparse_features if each.weighted}
-    return closing(BatchSession(LocalTopology(1, 1), config.replace(columns=weighted), spec, STEPS))
+    return closing(BatchSession(LocalTopology(1, 1), config, INPUT, STEPS))
 
 
 def test_a_script_may_be_silent_for_longer_than_the_timeout(
@@ -122,44 +114,3 @@ def test_a_profile_waits_for_late_updates(mode: str, monkeypatch: pytest.MonkeyP
         profile = session.take_profile()
         spans = [span.name for of_role in profile.spans.values() for span in of_role]
         assert spans.count("apply") == 1
-
-
-BAGS = InputSpec(
-    ("x",),
-    (FeatureSpec("ids", ROWS), FeatureSpec("tags", 4, True, weighted=True), FeatureSpec("seen", 5, True)),
-)
-
-
-def weighted_batches(trainer: int) -> list[Batch]:
-    draw = random.Random(trainer)
-    batches = []
-    for batch in make_batches(trainer):
-        bags = [
-            [[draw.randrange(each.num_rows) for _ in range(1 + each.multi_hot)] for _ in range(SIZE)]
-            for each in BAGS.sparse_features
-        ]
-        weights = [
-            [[draw.random() + 0.2 if each.name == "tags" else 1.0 for _ in bag] for bag in of_feature]
-            for each, of_feature in zip(BAGS.sparse_features, bags, strict=True)
-        ]
-        batches.append(batch._replace(sparse_features=features_of_bags(bags, weights)))
-    return batches
-
-
-def test_a_saved_model_reads_weights_of_ids(tmp_path: Path) -> None:
-    columns = {"sparse": ("ids", "tags", "seen"), "dense": ("x",), "multi_hot_separator": "|"}
-    with opened("sync", BAGS, data={"format": "csv", "path": ("clicks.csv",), **columns}) as session:
-        session.train_on(weighted_batches, 0)
-        session.save(tmp_path / "saved", STEPS, 0)
-    model = load(tmp_path / "saved")
-    assert isinstance(model, TrainedModule)
-    names = ["dense", "ids", "tags", "tags.weights", "tags.offsets", "seen", "seen.offsets"]
-    assert list(model.input_names) == names
-    batch = weighted_batches(7)[0]
-    given = features_of(batch, model.trained.encoder.input_spec)
-    trained = TrainedRun.read(tmp_path / "saved", print)
-    ours = ConfiguredModule(trained, in_memory=False).predict(batch).outputs.double()
-    found = model(given)["probability"].double()
-    assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)
-    given["tags.weights"] = Jagged(torch.ones(2 * SIZE), given["tags"].offsets)
-    assert (model(given)["probability"] - found).abs().max() > 1e-3

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from support import fake_gpu
-from support.fork_context import fork_context
+from support.fork_context import STOP_SECONDS, fork_context, forked_process
 
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
@@ -38,7 +38,6 @@ from workers.rendezvous.interrupt import LostRoleError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-STOP_SECONDS = 20.0
 _MOST_CLUSTERS = 3
 CASE_SECONDS = 100.0  # torch.compile takes 50 s if both cores have other work
 SMALL = RunConfig()
@@ -155,30 +154,23 @@ def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator
     Args:
         has_many_hosts: whether trainers act as if each had its own host, so that they share no memory.
     """
-    context = fork_context()
-    ours, theirs = context.Pipe()
-    secret = Secret.fresh()
-    with listen("127.0.0.1", 0) as listener:
-        address = MasterAddress(*listener.getsockname())
-        processes: list[BaseProcess] = []
-        for role in config.cluster.topology.roles:
-            extra = (listener, theirs) if role == MASTER else (address, None)
-            arguments = (role, config, secret, *extra, has_many_hosts)
-            processes.append(context.Process(target=_serve, args=arguments, name=str(role)))
-            processes[-1].start()
-    theirs.close()  # else the end of the master would not end a wait for it
-    cluster = RunningCluster(ours, processes)
-    try:
+    ours, theirs = fork_context().Pipe()
+    secret, processes = Secret.fresh(), list[BaseProcess]()
+    with ExitStack() as stack:
+        with listen("127.0.0.1", 0) as listener:
+            address = MasterAddress(*listener.getsockname())
+            for role in config.cluster.topology.roles:
+                extra = (listener, theirs) if role == MASTER else (address, None)
+                started = forked_process(_serve, role, config, secret, *extra, has_many_hosts, name=str(role))
+                processes.append(stack.enter_context(started))
+        theirs.close()  # else the end of the master would not end a wait for it
+        cluster = RunningCluster(ours, processes)
         yield cluster
         if not cluster.is_lost:
             ours.send(None)
             for process in processes:
                 process.join(STOP_SECONDS)
             assert {p.name: p.exitcode for p in processes} == {p.name: 0 for p in processes}
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(STOP_SECONDS)
 
 
 class Clusters:

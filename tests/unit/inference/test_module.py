@@ -16,6 +16,7 @@ from support.trained import (
     largest_difference,
     texts_of,
     write_clicks,
+    write_shop,
     write_trained,
 )
 from torch import Tensor, nn
@@ -75,6 +76,10 @@ def test_outputs_of_other_configurations_equal_the_engine(
 ) -> None:
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
     check_outputs(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-6)
+
+
+def test_outputs_of_several_tasks_and_weighted_ids_equal_the_engine(shop_run: Path, tmp_path: Path) -> None:
+    check_outputs(shop_run, write_shop(tmp_path / "new.csv", 70, seed=2), 1e-6)
 
 
 def test_long_sequences_are_cut_or_rejected(tmp_path: Path) -> None:

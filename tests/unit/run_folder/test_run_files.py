@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from hybrid.config import ClusterSection, RunConfig, TrainSection
 from hybrid.config.loading import load_config
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import ConfigError
 from hybrid.loggers.record_file import AppendOnlyFile
 from hybrid.loggers.run_loggers import RunLoggers
 from workers.run_folder.run_access import RunState
@@ -153,24 +153,6 @@ def test_a_run_without_records_can_be_resumed(tmp_path: Path, left: list[str]) -
     assert [record["step"] for record in _records(path)] == [1]
     assert load_config(path / "config.toml") == CONFIG
     assert (path / "versions.json").exists()
-
-
-def _fill_disk_under(path: Path) -> None:
-    """Let this process's open file at ``path`` meet a full disk."""
-    links = Path("/proc/self/fd").iterdir()
-    (descriptor,) = [int(link.name) for link in links if link.exists() and link.samefile(path)]
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, descriptor)
-    os.close(full)
-
-
-def test_a_full_disk_while_logging(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", CONFIG)
-    path = folder.path / "metrics.jsonl"
-    _fill_disk_under(path)
-    with pytest.raises(HybridError, match=rf"^{path}: .*run\.folder"):
-        folder.log_progress(progress(10))
-    folder.close()
 
 
 @pytest.fixture
