@@ -85,7 +85,7 @@ KIND_CALLS = CallSignatures(
 )
 POOLINGS = ("sum", "mean", "max")
 UNPOOLED = "none"
-TRAIN, VALIDATION, TEST = SPLITS = "train", "validation", "test"
+SPLITS = TRAIN, VALIDATION, TEST = "train", "validation", "test"
 PATH_KEYS = {TRAIN: "data.path", VALIDATION: "data.validation", TEST: "data.test_path"}
 JOINS = "data.joins"
 _COLUMN = argument("column", str, None)

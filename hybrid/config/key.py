@@ -57,8 +57,9 @@ def key_lines(text: str) -> dict[str, int]:
             ((name, inner),) = inner.items()
             names.append(name)
         if statement.lstrip().startswith("["):
-            section, names = names, []
-        dotted = [*section, *names]
+            section = dotted = names
+        else:
+            dotted = [*section, *names]
         for end in range(1, len(dotted) + 1):
             lines.setdefault(".".join(dotted[:end]), first)
         first, statement = number + 1, ""

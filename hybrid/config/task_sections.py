@@ -63,6 +63,7 @@ RANKING_METRICS: dict[str, tuple[str, ...]] = {
 }
 _LOWER_IS_BETTER = ("log_loss", "normalized_entropy", "rmse", "mae")
 _NOT_COMPARABLE = ("calibration", "base_rate", "num_samples")
+_NEEDS_GROUP = "needs data.group, the column whose values group samples"
 _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
 
 
@@ -218,18 +219,22 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
 def _check_task(name: str, task: TaskSection, group: str) -> None:
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must not be the label column of the task", task.mask)
-    losses, loss_name = LOSSES[task.kind], task.loss_call.name
+    losses = LOSSES[task.kind]
+    loss_name = task.loss_call.name
     # The loss and the metrics of a retrieval task need other samples, or all items, too.
     functions = () if task.kind == "retrieval" else ("module:function",)
     if loss_name not in losses and not (functions and re.fullmatch(USER_FUNCTION, loss_name)):
         rule = f"must be {' or '.join((*losses, *functions))} if type is {task.kind}"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
-    loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
-    if loss and task.kind not in ("binary", "regression"):
-        raise ConfigError(key, "needs type binary or regression, whose outputs have an order", loss)
-    if loss and not group:
-        raise ConfigError(key, "needs data.group, the column whose values group samples", loss)
-    allowed, key = RANKING_METRICS[task.kind], f"tasks.{name}.metrics"
+    if task.ranking_loss:
+        key = f"tasks.{name}.ranking_loss"
+        if task.kind not in ("binary", "regression"):
+            rule = "needs type binary or regression, whose outputs have an order"
+            raise ConfigError(key, rule, task.ranking_loss)
+        if not group:
+            raise ConfigError(key, _NEEDS_GROUP, task.ranking_loss)
+    key = f"tasks.{name}.metrics"
+    allowed = RANKING_METRICS[task.kind]
     for metric in task.metrics:
         if functions and re.fullmatch(USER_FUNCTION, metric):
             continue
@@ -238,6 +243,6 @@ def _check_task(name: str, task: TaskSection, group: str) -> None:
             rule = f"must hold {', '.join((*forms, *functions))} if type is {task.kind}"
             raise ConfigError(key, rule, metric)
         if not group and task.kind != "retrieval":
-            raise ConfigError(key, "needs data.group, the column whose values group samples", metric)
+            raise ConfigError(key, _NEEDS_GROUP, metric)
     if len(set(task.metric_names)) < len(task.metric_names):
         raise ConfigError(key, "must not have two metrics of the same name", task.metrics)

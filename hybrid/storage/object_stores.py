@@ -315,7 +315,8 @@ class _RemoteWriter:
             folder, _, name = key.rpartition("/")
             self._sent_to = f"{folder}/.{name}.{token_hex(4)}"
         if has_folder:
-            self._folder, self._sent_to = self._sent_to, f"{self._sent_to}/part"
+            self._folder = self._sent_to
+            self._sent_to += "/part"
         # Without compression=None, pyarrow would compress by the suffix of the name.
         self._stream = filesystem.open_output_stream(self._sent_to, compression=None)
         self._stream.write(b"".join(self._unsent))

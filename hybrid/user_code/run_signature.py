@@ -99,8 +99,9 @@ def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str
 
 def _elements_to_sign(key: Key, value: Any) -> list[Any]:
     """Return the elements of a value that need a signature. A value that is not a list is one element."""
-    elements, default = (value, key.default or ()) if key.is_list else ([value], [key.default])
-    return [each for each in elements if each not in default and not re.fullmatch(key.unsigned, str(each))]
+    elements = value if key.is_list else [value]
+    harmless = (key.default or ()) if key.is_list else [key.default]
+    return [each for each in elements if each not in harmless and not re.fullmatch(key.unsigned, str(each))]
 
 
 def _signature(key: bytes, dotted: str, value: Any) -> str:

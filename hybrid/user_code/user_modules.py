@@ -81,12 +81,14 @@ def load_function(
             another module has the same name.
     """
     module_name, _, function_name = name.partition(":")
-    path, base = Path(*module_name.split(".")), folder or Path()
+    path = Path(*module_name.split("."))
+    base = folder or Path()
     for each in (base, Path()):
         FolderFinder.search(each, module_name)
     local = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if (base / f).is_file()), None)
     if local is not None:
-        first, paths = (base / local.parts[0]).resolve(), _module_paths(module_name)
+        first = (base / local.parts[0]).resolve()
+        paths = _module_paths(module_name)
         if not any(each in (first, first / "__init__.py") for each in paths):
             other = paths[0] if paths else "built in"
             rule = f"is in {base / local}, but the module of this name is {other}"
@@ -99,8 +101,8 @@ def load_function(
         where = f"{location}: " if location else ""
         reason = f"cannot be imported: {where}{type(error).__name__}: {' '.join(str(error).split())}"
         if isinstance(error, ModuleNotFoundError):
-            host, rule = socket.gethostname(), "install it there, or put it into the working directory"
-            reason += f" on host {host}; {rule} {os.getcwd()}"
+            rule = f"install it there, or put it into the working directory {os.getcwd()}"
+            reason += f" on host {socket.gethostname()}; {rule}"
         raise ConfigError(key, reason, name) from error
     if not parameters:
         return function

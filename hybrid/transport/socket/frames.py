@@ -84,7 +84,8 @@ class Frames:
             raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
         block = None if memory is None else memory.writer.write(tensors)
         released = [] if memory is None else memory.reader.take_released()
-        content = (message.kind.value, *message[1:3], layout_of(tensors), block, released)
+        layout = layout_of(tensors)
+        content = (message.kind.value, message.number, message.value, layout, block, released)
         head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         segments: list[bytes | memoryview] = [head]
         if block is None:

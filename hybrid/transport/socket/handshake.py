@@ -114,10 +114,9 @@ class Identity:
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
         """Return the ciphers to and from another role; ``random`` is random bytes of worker and trainer."""
-        to, back = (
-            self.secret.key(f"socket from {a.rpc_name} to {b.rpc_name}", self.run_id + random)
-            for a, b in ((self.role, other), (other, self.role))
-        )
+        own, peer, context = self.role.rpc_name, other.rpc_name, self.run_id + random
+        to = self.secret.key(f"socket from {own} to {peer}", context)
+        back = self.secret.key(f"socket from {peer} to {own}", context)
         return DirectionCipher(to), DirectionCipher(back)
 
 
