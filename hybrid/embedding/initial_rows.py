@@ -31,38 +31,34 @@ if TYPE_CHECKING:
 _BLOCK_VALUES = 1 << 20
 
 
-def fill_random_rows(
-    out_RD: Tensor, seed: int, table: str, scale: float, index: int = 0, count: int = 1, init: str = "uniform"
-) -> None:
+def fill_random_rows(out_RD: Tensor, table: TableSpec, seed: int, index: int = 0, count: int = 1) -> None:
     """Fill the rows ``index``, ``index + count``, ... of a table with random values.
 
-    ``init`` selects the distribution: "uniform" in [-scale, scale], "normal" with standard deviation
-    ``scale``, or "zeros". Each value is a hash of seed, table name, row and column (SplitMix64 as a counter;
-    Steele et al. 2014). So every placement has the same table, and each worker computes only its rows.
+    Each value is a hash of seed, table name, row and column (SplitMix64 as a counter; Steele et al. 2014). So
+    every placement has the same table, and each worker computes only its rows.
     """
     num_rows, dim = out_RD.shape
     block = max(1, _BLOCK_VALUES // dim)
     for start in range(0, num_rows, block):
         stop = min(start + block, num_rows)
         rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(count) + np.uint64(index)
-        out_RD[start:stop] = random_rows(rows, dim, seed, table, scale, init)
+        out_RD[start:stop] = random_rows(rows, table, seed)
 
 
-def random_rows(
-    rows_U: npt.NDArray[np.uint64], dim: int, seed: int, table: str, scale: float, init: str
-) -> Tensor:
+def random_rows(rows_U: npt.NDArray[np.uint64], table: TableSpec, seed: int) -> Tensor:
     """Return random values for ``rows_U``, (U, dim), float32 or float64; see :func:`fill_random_rows`.
 
     Args:
         rows_U: numbers of the rows; for a growing table, their keys.
     """
-    if init == "zeros":
+    dim, scale = table.dim, table.init_scale
+    if table.init == "zeros":
         return torch.zeros(len(rows_U), dim)
-    key = np.uint64(random_salt(seed, table))
+    key = np.uint64(random_salt(seed, table.name))
     columns_D: npt.NDArray[np.uint64] = np.arange(dim, dtype=np.uint64)
     counter_UD = rows_U[:, None] * np.uint64(dim) + columns_D
     uniform_UD = (splitmix64(counter_UD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-    if init == "normal":  # by the inverse distribution function, which needs one random number per value
+    if table.init == "normal":  # inverse distribution function, with one random number per value
         normal_UD: Tensor = torch.special.ndtri(torch.from_numpy(uniform_UD).double() + 2**-25) * scale
         return normal_UD
     return torch.from_numpy((uniform_UD * 2 - 1) * np.float32(scale))
@@ -96,7 +92,8 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
             continue
         assign_stored(table, tensors, rows_B[own], block.read(own))  # of a repeated value, the last row
         is_filled_R[rows_B[own]] = True
-    return int(is_filled_R[index == 0 :].sum())
+    num_without_value = 1 if index == 0 else 0
+    return int(is_filled_R[num_without_value:].sum())
 
 
 def assign_stored(
@@ -196,7 +193,6 @@ def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.
 
 
 def _encoding(table: TableSpec) -> SparseEncoding:
-    """Return the encoding of the columns of a table, without values."""
     from hybrid.data.encode.feature_encoder import FeatureEncoder
 
     encoder = FeatureEncoder.load(parse_path(table.encoder_folder), with_values=False)

@@ -207,7 +207,7 @@ def should_trainers_pool(
         num_shards: number of workers that hold the table.
         ids_per_sample: see :func:`bag_ids`. If the table has no feature in it, workers pool.
         samples: number of samples of a trainer's lookup; 0 if unknown.
-        wire_bytes_per_value: bytes of each sent value; None for those in the rows, and in their gradients.
+        wire_bytes_per_value: bytes of each sent value; None if values are sent as they are stored.
     """
     if table.growth is not None:
         return True

@@ -107,7 +107,8 @@ def open_matrix(source: str) -> Iterator[tuple[tuple[int, ...], _Rows]]:
                 rows = lambda part: _to_array(tensor[part])  # noqa: E731
             if len(shape) != 2 or 0 in shape:
                 raise DataError(f"{source}: has shape {list(shape)}, but must have rows and columns")
-            if (dtype := rows(slice(0, 1)).dtype).kind != "f":
+            dtype = rows(slice(0, 1)).dtype
+            if dtype.kind != "f":
                 raise DataError(f"{source}: holds {dtype}, not floating-point values")
             yield shape, rows
     except StorageError:

@@ -27,7 +27,7 @@ class TableSource(Protocol):
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
 
-        Rows in bfloat16 are sent as int16, unless a lower precision is set for all vectors. Autograd gives
+        Rows in bfloat16 are sent as int16, unless all vectors for training are rounded. Autograd gives
         integers no gradients. So for ``Purpose.TRAIN``, the result then ends with a tensor of zeros for each
         int16 tensor, in the same shape, whose gradient is that of the rows.
         """

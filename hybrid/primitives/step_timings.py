@@ -126,12 +126,14 @@ class StepClock:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call of this method."""
-        seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        seconds = self.seconds
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         return seconds
 
     def take_spans(self) -> list[Span]:
         """Return the spans that ended since the last call, with times of day."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         offset_ns = time.time_ns() - time.perf_counter_ns()  # hosts share the time of day
         return [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in spans]
 

@@ -124,9 +124,9 @@ class MemoryPair:
 
     def __init__(self, memory: memoryview, writes_first_half: bool) -> None:
         middle = len(memory) // 2
-        halves = memory[:middle], memory[middle:]
-        self.writer = BlockWriter(halves[not writes_first_half])
-        self.reader = BlockReader(halves[writes_first_half])
+        first, second = memory[:middle], memory[middle:]
+        self.writer = BlockWriter(first if writes_first_half else second)
+        self.reader = BlockReader(second if writes_first_half else first)
 
     @classmethod
     def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":

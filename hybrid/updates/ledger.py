@@ -84,7 +84,10 @@ class Ledger(Generic[Contribution]):
         return ticket.version <= self._first_unapplied[ticket.trainer]
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
-        """Begin the next update; return its first step and its contributions, or None if it is incomplete."""
+        """Begin the next update; return its first step and its contributions.
+
+        Return None if gradients are missing, or if an update is running.
+        """
         if self._updating:
             return None
         keys = self._next_entries()

@@ -44,9 +44,10 @@ class Ticket(NamedTuple):
     @property
     def plain(self) -> PlainTicket:
         """The ticket as plain values; :meth:`of` is the inverse."""
-        return (*self[:4], self.purpose.value, self.checksum)
+        return self.trainer, self.step, self.version, self.lookup_index, self.purpose.value, self.checksum
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
         """Return the ticket with these plain values."""
-        return cls(*plain[:4], Purpose(plain[4]), plain[5])
+        trainer, step, version, lookup_index, purpose, checksum = plain
+        return cls(trainer, step, version, lookup_index, Purpose(purpose), checksum)

@@ -100,7 +100,7 @@ class Workload:
         """Return the initial rows of this project's tables by name."""
         rows = {table.name: torch.empty(table.num_rows, table.dim) for table in self.tables}
         for table in self.tables:
-            fill_random_rows(rows[table.name], self.config.run.seed, table.name, table.init_scale)
+            fill_random_rows(rows[table.name], table, self.config.run.seed)
         return rows
 
     def dense_net(self) -> nn.Module:

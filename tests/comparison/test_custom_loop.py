@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding, emb
 
 from hybrid.config import RunConfig
 from hybrid.embedding.initial_rows import fill_random_rows, random_rows
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.primitives.key_hashes import next_of
 
 SCRIPT = custom_loop_script.__file__
@@ -69,11 +70,14 @@ class Plain:
         ]
 
     def _table(self, name: str, rows: int, dim: int) -> nn.Parameter:
-        weight = torch.empty(rows, dim, dtype=torch.float64)
-        if "growing" in self.options and name in ("user", "item", "seen"):
+        is_growing = "growing" in self.options and name in ("user", "item", "seen")
+        scale = SCALE if is_growing else rows**-0.5
+        spec = TableSpec(name, rows, dim, Pooling.SUM, (), OptimizerSpec("sgd", 0.0), scale)
+        if is_growing:
             keys = next_of(np.arange(rows, dtype=np.uint64))
-            return nn.Parameter(random_rows(keys, dim, SEED, name, SCALE, "uniform").double())
-        fill_random_rows(weight, SEED, name, rows**-0.5)
+            return nn.Parameter(random_rows(keys, spec, SEED).double())
+        weight = torch.empty(rows, dim, dtype=torch.float64)
+        fill_random_rows(weight, spec, SEED)
         return nn.Parameter(weight)
 
     def logits(self, batch: Mapping[str, Any], step: int, rows: Mapping[str, Tensor]) -> Tensor:

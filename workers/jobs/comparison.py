@@ -336,8 +336,7 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
 
 def initial_rows_of_keys(seed: int, table: TableSpec, keys: Sequence[int]) -> Tensor:
     """Return the initial rows of ``keys``, which are numbers from 0 to 2**64 - 1, of a growing table."""
-    keys_U = np.array(keys, np.uint64)
-    return random_rows(keys_U, table.dim, seed, table.name, table.init_scale, table.init)
+    return random_rows(np.array(keys, np.uint64), table, seed)
 
 
 def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch, ...]]:

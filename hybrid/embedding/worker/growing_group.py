@@ -36,7 +36,7 @@ from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.primitives.bfloat16_arrays import as_array, assign_rows
 from hybrid.primitives.huge_pages import zeros_in_large_pages
-from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of
+from hybrid.primitives.key_hashes import bucket_of
 from hybrid.updates.ticket import Purpose
 
 
@@ -55,7 +55,7 @@ class GrowingGroup(TableGroup):
         self._lock = threading.Lock()
         # Addresses cost nothing, so they are reserved for as many rows as the host's memory would hold.
         self._capacity = psutil.virtual_memory().total // bytes_per_row(self._table)
-        self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
+        self._keys = KeyMap(self._shard, self._growth, self._capacity)
         super().__init__(group, dtype, self._capacity, partial(zeros_in_large_pages, is_reserved=True))
         self.ids_end = KEYS_END
 
@@ -117,12 +117,9 @@ class GrowingGroup(TableGroup):
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
         super().begin_update(gradients, step)
-        keys_U, step = gradients.rows_U.numpy(), self._steps_before + step
-        growth = self._growth
+        keys_U = gradients.rows_U.numpy()
         with self._lock:
-            rows_U, new = self._keys.count(
-                keys_U, step, growth.half_life, growth.admit_after, growth.max_rows // NUM_BUCKETS
-            )
+            rows_U, new = self._keys.count(keys_U, self._steps_before + step)
             self._events.update(admitted=len(new))
             new_rows = torch.from_numpy(rows_U[new])
             self.weight_RD[new_rows] = self._initial_rows(keys_U[new])
@@ -134,12 +131,10 @@ class GrowingGroup(TableGroup):
         return np.zeros(len(rows_U), np.int64), self._keys.keys_of(rows_U)
 
     def end_update(self, step: int) -> None:
-        growth, step = self._growth, self._steps_before + step
-        limit = growth.max_rows // NUM_BUCKETS
+        growth = self._growth
         with self._lock:
-            if limit or growth.evict_after or growth.admit_after > 1:
-                # One row in eight stays free for the keys of the next steps.
-                evicted = self._keys.sweep(step, growth.half_life, growth.evict_after, limit - limit // 8)
+            if growth.max_rows or growth.evict_after or growth.admit_after > 1:
+                evicted = self._keys.sweep(self._steps_before + step)
                 self._events.update(evicted=len(evicted))
                 if self._is_changed_R is not None and len(evicted):
                     self._evicted.append(evicted)
@@ -161,7 +156,7 @@ class GrowingGroup(TableGroup):
         return f"a key of table {self._table.name}"
 
     def load(self, checkpoint: Checkpoint) -> None:
-        self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
+        self._keys = KeyMap(self._shard, self._growth, self._capacity)
         self._read_keys(checkpoint, self._table.name, [*self._tensors])
         self._steps_before -= checkpoint.manifest.step
 
@@ -192,7 +187,4 @@ class GrowingGroup(TableGroup):
         return {name: tensors}
 
     def _initial_rows(self, keys_U: Ints) -> Tensor:
-        table = self._table
-        return random_rows(
-            keys_U.view(np.uint64), table.dim, self._seed, table.name, table.init_scale, table.init
-        ).to(self.weight_RD.dtype)
+        return random_rows(keys_U.view(np.uint64), self._table, self._seed).to(self.weight_RD.dtype)

@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.embedding.kernels import Ints, compiled, prefetch_row
+from hybrid.embedding.placement import Shard
+from hybrid.embedding.table_spec import Growth
 from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import large_pages
 from hybrid.primitives.key_hashes import KEY_BITS, NUM_BUCKETS, bucket_of
@@ -238,19 +240,19 @@ class KeyMap:
     """The keys of a shard of a growing table, their rows, and their records. Not thread-safe.
 
     Args:
-        buckets: the buckets of the shard.
         capacity: the largest number of rows.
-        table: name of the table, for messages.
 
     Attributes:
         num_rows_N: number of keys with rows, by bucket.
         end: the first row that has never been used; later rows have not been used either.
     """
 
-    def __init__(self, buckets: range, capacity: int, table: str) -> None:
-        self._buckets = buckets
+    def __init__(self, shard: Shard, growth: Growth, capacity: int) -> None:
+        self._buckets = shard.buckets
+        self._table = shard.table.name
+        self._growth = growth
+        self._bucket_limit = growth.max_rows // NUM_BUCKETS  # largest number of rows of a bucket; 0 for any
         self._capacity = capacity
-        self._table = table
         self._memory = large_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS), is_reserved=True)
         self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
         self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
@@ -282,16 +284,13 @@ class KeyMap:
         _find_rows(*self._map, keys_U, rows_U)
         return rows_U
 
-    def count(
-        self, keys_U: Ints, step: int, half_life: int, admit_after: int, limit: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count each key of an update once; give rows to keys with a count of ``admit_after``.
+    def count(self, keys_U: Ints, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Count each key of an update once; give rows to keys with a count of at least ``admit_after``.
 
         If a bucket has too few free rows, keys with higher counts get them first; ties go to lower keys.
 
         Args:
             keys_U: distinct keys, ascending as unsigned numbers.
-            limit: the largest number of rows of a bucket; 0 for no limit.
 
         Returns:
             The row of each key, or -1, and the indices of the keys whose rows are new.
@@ -299,6 +298,7 @@ class KeyMap:
         Raises:
             ClusterError: the rows do not fit into this worker's memory.
         """
+        half_life, limit = self._growth.half_life, self._bucket_limit
         added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
         self._reserve(self._sizes_N + added_N, _HARD_LOAD)
         if self.end - self._free_R[0] + len(keys_U) > self._capacity and not limit:
@@ -306,7 +306,7 @@ class KeyMap:
         rows_U, counts_U = np.empty(len(keys_U), np.int64), np.empty(len(keys_U), np.int64)
         _count_keys(*self._map, self._sizes_N, self._records_R2, keys_U, step, half_life, rows_U, counts_U)
         self._num_added = int((counts_U == 1).sum())
-        new = np.flatnonzero(counts_U >= admit_after)
+        new = np.flatnonzero(counts_U >= self._growth.admit_after)
         if limit:
             buckets_A = bucket_of(keys_U[new])
             order = np.lexsort((-counts_U[new], buckets_A))  # stable, so by key among equals
@@ -318,17 +318,17 @@ class KeyMap:
         self.num_rows_N += np.bincount(bucket_of(keys_U[new]), minlength=NUM_BUCKETS)
         return rows_U, new
 
-    def sweep(self, step: int, half_life: int, evict_after: int, limit: int) -> Ints:
+    def sweep(self, step: int) -> Ints:
         """Remove keys that are no longer read from some buckets; return the removed keys that had rows.
 
         Three kinds of keys are removed: pending keys with a count of 0, keys without a lookup for more than
-        ``evict_after`` steps, and, if a bucket has more than ``limit`` rows, the keys with the lowest counts.
-        Among equal counts, keys that were read earlier are removed first, then lower keys. Keys that are read
-        at ``step`` stay.
-
-        Args:
-            evict_after, limit: 0 disables the rule.
+        ``evict_after`` steps, and, if a bucket is nearly full, the keys with the lowest counts. Among equal
+        counts, keys that were read earlier are removed first, then lower keys. Keys that are read at ``step``
+        stay.
         """
+        half_life, evict_after = self._growth.half_life, self._growth.evict_after
+        # One row in eight stays free for the keys of the next steps.
+        limit = self._bucket_limit - self._bucket_limit // 8
         evicted = [np.empty(0, np.int64)]
         swept = (step * _SWEPT_BUCKETS + np.arange(_SWEPT_BUCKETS)) % NUM_BUCKETS
         for bucket in set(swept.tolist()).intersection(self._buckets):
@@ -391,7 +391,10 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return keys and records: by row, (rows, 2), -1 for free rows; and of pending keys, (keys, 2)."""
+        """Return keys and records: by row, (rows, 2), and of pending keys, (keys, 2).
+
+        The record of a free row is -1.
+        """
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]
@@ -400,16 +403,17 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Fill the empty map. Row i has the key and the record ``records_R2[i]``."""
-        for entries_E2, values_E in (
-            (records_R2, 1 + np.arange(self.end, self.end + len(records_R2))),
-            (pending_P2, ~pending_P2[:, 1]),
-        ):
-            sizes_N = np.bincount(bucket_of(entries_E2[:, 0]), minlength=NUM_BUCKETS)
-            self._reserve(self._sizes_N + sizes_N, _SOFT_LOAD)
-            _insert(*self._map, np.ascontiguousarray(entries_E2[:, 0]), values_E)
-            self._sizes_N += sizes_N
-            if entries_E2 is records_R2:
-                self.num_rows_N += sizes_N
-        self._records_R2[self.end : self.end + len(records_R2)] = records_R2
-        self._free_R[1] += len(records_R2)
+        """Add new keys and their records: ``records_R2``, which get the next rows, and pending keys."""
+        first, stop = self.end, self.end + len(records_R2)
+        self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))
+        self._add(pending_P2[:, 0], ~pending_P2[:, 1])
+        self._records_R2[first:stop] = records_R2
+        self._free_R[1] = stop
+
+    def _add(self, keys_E: Ints, values_E: Ints) -> npt.NDArray[np.int64]:
+        """Add keys with the values of their slots; return the number of them in each bucket."""
+        sizes_N = np.bincount(bucket_of(keys_E), minlength=NUM_BUCKETS)
+        self._reserve(self._sizes_N + sizes_N, _SOFT_LOAD)
+        _insert(*self._map, np.ascontiguousarray(keys_E), values_E)
+        self._sizes_N += sizes_N
+        return sizes_N

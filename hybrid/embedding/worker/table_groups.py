@@ -122,8 +122,7 @@ class TableGroup:
             table, index, count = shard.table, shard.index, shard.count
             tensors = self.shard_tensors(shard)
             if not table.is_initial_by_position:
-                scale = table.init_scale
-                fill_random_rows(tensors["weight"], seed, table.name, scale, index, count, table.init)
+                fill_random_rows(tensors["weight"], table, seed, index, count)
             if table.initial:
                 matches[table.name] = read_initial_rows(table, tensors, index, count)
         return matches
@@ -153,7 +152,6 @@ class TableGroup:
         }
 
     def track_changes(self) -> None:
-        """See :meth:`TableShards.track_changes`."""
         self._is_changed_R = self._zeros((len(self.weight_RD),), torch.bool)
 
     def note_changes(self, rows: Tensor | slice) -> None:
@@ -187,7 +185,7 @@ class TableGroup:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return one pooled vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
+        """Return one vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
         is_pooled = bags.offsets is not None
         if is_pooled and not self.group.has_bfloat16_rows:
             return pool_and_record(self.weight_RD, bags)

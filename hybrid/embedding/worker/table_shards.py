@@ -27,7 +27,7 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 _LARGE_LOOKUP_IDS = 10_000
 
 # A trainer's gradients for one lookup: the items of the lookup, each with the gradient of its vectors, and
-# the names of tables that stay unchanged because the loss does not use them.
+# the names of idle tables, which stay unchanged because the loss does not use them.
 Gradients: TypeAlias = tuple[list[tuple[int, Bags, Tensor]], frozenset[str]]
 
 
@@ -76,7 +76,7 @@ class TableShards(HostedModule, TableSource):
         """Fill every table with initial rows: rows from ``table.initial``, and random rows.
 
         Returns:
-            For each table with ``initial``, the number of rows here from it; see :func:`read_initial_rows`.
+            For each table with ``initial``, the number of its rows on this worker that come from there.
         """
         return {name: number for group in self.groups for name, number in group.initialize(seed).items()}
 
@@ -105,7 +105,7 @@ class TableShards(HostedModule, TableSource):
         """Return pooled vectors, and the items with ``winners_BD`` for their gradients, without marks."""
         pooled = []
         recorded = []
-        for group, bags in items[: len(items) - has_marks(items)]:
+        for group, bags in items[:-1] if has_marks(items) else items:
             vectors_BD, recorded_bags = self.groups[group].pool(bags, purpose)
             is_rounded = self._wire_dtype is not self._dtype
             pooled.append(vectors_BD.to(self._wire_dtype) if is_rounded else self._as_stored(vectors_BD))
@@ -160,7 +160,8 @@ class TableShards(HostedModule, TableSource):
         Raises:
             ClusterError: the shape of a gradient is not the shape of its vectors.
         """
-        gradients: Gradients = [], frozenset()
+        with_grads: list[tuple[int, Bags, Tensor]] = []
+        idle: frozenset[str] = frozenset()
         grads, marks = grads[: len(items)], grads[len(items) :]
         for (group, bags), grad in zip(items, grads, strict=True):
             if grad.shape != (bags.num_bags, self.groups[group].group.dim):
@@ -168,10 +169,10 @@ class TableShards(HostedModule, TableSource):
                     f"trainer {ticket.trainer} sent gradients of shape {list(grad.shape)} for "
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
-            gradients[0].append((group, bags, grad.to(self._dtype)))
+            with_grads.append((group, bags, grad.to(self._dtype)))
         if marks and not marks[0].all():
-            gradients = self._used(gradients[0], marks[0].bool())
-        self.barrier.contribute(ticket, gradients, should_update_here=should_update_here)
+            with_grads, idle = self._used(with_grads, marks[0].bool())
+        self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
         """Return the gradients of bags with the mark 1; see :data:`MARKS`. Pooled bags have equal marks."""

@@ -23,6 +23,8 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import DataError, StorageError
 from hybrid.storage.remote_path import RemotePath
 
+SGD = OptimizerSpec("sgd", 0.1)
+
 
 def random_rows(
     num_rows: int,
@@ -33,7 +35,8 @@ def random_rows(
     init: str = "uniform",
 ) -> Tensor:
     out_RD = torch.empty(num_rows, dim)
-    fill_random_rows(out_RD, seed, table, 1.0, *shard, init)
+    spec = TableSpec(table, num_rows, dim, Pooling.SUM, (table,), SGD, 1.0, init=init)
+    fill_random_rows(out_RD, spec, seed, *shard)
     return out_RD
 
 
@@ -72,7 +75,6 @@ def test_initial_rows_do_not_change_between_versions() -> None:
 
 
 ROWS_RD = torch.arange(21.0).view(7, 3)
-SGD = OptimizerSpec("sgd", 0.1)
 
 
 def read_rows(source: str, out_RD: Tensor, index: int = 0, count: int = 1, num_rows: int = 7) -> None:

@@ -97,7 +97,7 @@ class Dictionary(nn.Module):
     def forward(self, keys_L: Tensor) -> Tensor:
         keys = keys_L.numpy().view(np.uint64)
         table = self.table
-        initial = random_rows(keys, table.dim, self.seed, table.name, table.init_scale, table.init)
+        initial = random_rows(keys, table, self.seed)
         if table.growth is not None and table.growth.unknown == "zeros":
             initial = torch.zeros_like(initial)
         dtype = next(iter(self.rows.values())).dtype
@@ -256,7 +256,7 @@ def test_initial_rows_have_the_bits_of_training(init: str, dim: int, scale: floa
     keys = np.random.default_rng(0).integers(0, M, 5000, np.uint64)
     keys[: len(EXTREME)] = EXTREME
     rows = initial_rows(torch.from_numpy(keys.view(np.int64)), spec, 2**40 + 3)
-    assert rows.equal(random_rows(keys, dim, 2**40 + 3, "t", scale, init))
+    assert rows.equal(random_rows(keys, spec, 2**40 + 3))
 
 
 def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
@@ -265,4 +265,4 @@ def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
     keys = np.array(EXTREME, np.uint64)
     for kind in (GrowingTable, MappedGrowingTable):
         rows = kind(spec, 3, [empty], torch.float32)(torch.from_numpy(keys.view(np.int64)))
-        assert rows.equal(random_rows(keys, 2, 3, "t", 1.0, "uniform"))
+        assert rows.equal(random_rows(keys, spec, 3))

@@ -74,7 +74,7 @@ class Dictionary:
         self.state = initial_state(table.optimizer, self.rows)
 
     def initial(self, keys: Sequence[int]) -> Tensor:
-        return random_rows(np.array([*keys], np.uint64), DIM, SEED, "t", 0.5, "uniform")
+        return random_rows(np.array([*keys], np.uint64), self.table, SEED)
 
     def read(self, keys: Sequence[int]) -> Tensor:
         rows = self.initial([key % 2**64 for key in keys])
@@ -292,7 +292,7 @@ def test_a_worker_holds_a_hundred_million_keys() -> None:
             (rows,) = host.lookup(
                 evaluate(num_steps), [(0, Bags(torch.from_numpy(keys_U.view(np.int64))))]
             ).wait()
-            assert torch.equal(rows, random_rows(keys_U, 4, SEED, "t", 0.5, "uniform") - 0.1)
+            assert torch.equal(rows, random_rows(keys_U, table, SEED) - 0.1)
         assert host.take_counts()["t"]["rows"] == per_step * num_steps
 
 
