@@ -64,7 +64,8 @@ class Feed(Iterator[StepInput[AnySamples]]):
     ) -> None:
         self._embeddings = embeddings
         self._trainer = trainer
-        self._mode, self._num_micro_batches = rules.mode, rules.micro_batches
+        self._mode = rules.mode
+        self._num_micro_batches = rules.micro_batches
         self._should_prefetch = rules.mode is not UpdateMode.SYNC
         self._clock = clock
         self.begin(iter(()), 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.kernels import Ints
 from hybrid.embedding.table_spec import Pooling
 from hybrid.errors import DataError
@@ -98,25 +99,27 @@ class BatchIds:
         ends = self.ends_K.tolist()
         return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
 
-    def addresses(
+    def bags(
         self,
         features: Sequence[int],
         bases_FS: Ints,
         counts_F: Ints,
         weights_L: Tensor | None,
-        *dtypes: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the addresses of the ids of some features, the start of each bag, and the weights.
+        pooling: Pooling,
+        dtype: torch.dtype,
+        offsets_dtype: torch.dtype,
+    ) -> Bags:
+        """Return the bags of some features, with addresses in place of ids.
 
         :func:`kernels.write_bag_addresses` describes the order, and ``bases_FS`` and ``counts_F``.
 
         Args:
-            weights_L: weight of each id of the batch, or None.
-            dtypes: of the addresses, and of the starts.
+            weights_L, pooling: see :meth:`pooling_weights`.
+            dtype: of the addresses.
         """
         capacity = int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
-        addresses = torch.empty(capacity, dtype=dtypes[0])
-        starts = torch.empty(self.batch_size * len(features) + 1, dtype=dtypes[1])
+        addresses = torch.empty(capacity, dtype=dtype)
+        starts = torch.empty(self.batch_size * len(features) + 1, dtype=offsets_dtype)
         positions = torch.empty(0 if weights_L is None else capacity, dtype=torch.int64)
         out = addresses.numpy(), starts.numpy(), positions.numpy()
         ids, offsets = self.ids_L.numpy(), self.offsets.numpy()
@@ -124,4 +127,4 @@ class BatchIds:
         size = kernels.write_bag_addresses(ids, offsets, self.batch_size, *of_features, *out)
         if size < capacity:
             addresses = addresses[:size].clone()  # because RPC sends the whole storage of a view
-        return addresses, starts, None if weights_L is None else weights_L[positions[:size]]
+        return Bags(addresses, starts, None if weights_L is None else weights_L[positions[:size]], pooling)

@@ -29,7 +29,7 @@ So if a history contains the candidate item, the row is sent once::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -248,7 +248,8 @@ class BagRoute:
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
     ) -> None:
         self.features = features
-        self._bags = pooling, is_weighted
+        self._pooling = pooling
+        self._is_weighted = is_weighted
         self._counts_F = np.array([len(shards) for shards in locations])
         self._groups = []  # for each group, a location in it, and the first row of each feature's shard
         for of_group in zip(*locations, strict=True):
@@ -259,12 +260,12 @@ class BagRoute:
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
         is_partial = len(self._groups) > 1
-        pooling, weights_L = ids.pooling_weights(*self._bags, is_partial)
+        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
         slots = []
         for at, bases_FS in self._groups:
             dtype = ids_dtype(at.group.num_rows)
-            bags = ids.addresses(self.features, bases_FS, self._counts_F, weights_L, dtype, dtype)
-            slots.append(append(items, at.worker, (at.group_number, Bags(*bags, pooling))))
+            bags = ids.bags(self.features, bases_FS, self._counts_F, weights_L, pooling, dtype, dtype)
+            slots.append(append(items, at.worker, (at.group_number, bags)))
         dim = self._groups[0][0].group.dim
         return _PooledByWorkers(slots, (ids.batch_size, len(self.features), dim))
 
@@ -292,17 +293,17 @@ class PoolRoute:
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
     ) -> None:
         self.features = features
-        self._bags = pooling, is_weighted
+        self._pooling = pooling
+        self._is_weighted = is_weighted
         self._space = AddressSpace(locations)
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
         space = self._space
-        pooling, weights_L = ids.pooling_weights(*self._bags)
-        shards = space.bases_KS, space.counts_K
-        addresses = ids.addresses(self.features, *shards, weights_L, space.dtype, torch.int32)
-        addresses_L, offsets, weights_L = addresses
-        rows = space.request(addresses_L, (ids.batch_size, len(self.features), space.dim), items)
-        return _PooledRows(rows, offsets, weights_L, pooling)
+        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
+        dtypes = space.dtype, torch.int32
+        bags = ids.bags(self.features, space.bases_KS, space.counts_K, weights_L, pooling, *dtypes)
+        rows = space.request(bags.ids_L, (ids.batch_size, len(self.features), space.dim), items)
+        return _PooledRows(rows, bags)
 
 
 @dataclass(eq=False, slots=True)
@@ -310,10 +311,7 @@ class _PooledRows:
     """Assembles by pooling the distinct rows, as a worker pools the rows of a table."""
 
     rows: DistinctRows  # the distinct rows, and the positions of their ids, which are sorted by bag
-    offsets: Tensor  # int32, where each bag starts, (B * F + 1)
-    weights_L: Tensor | None  # weight of each id, or None
-    pooling: Pooling
-    bags: Bags = field(init=False)  # the ids are indices of distinct rows; set by vectors()
+    bags: Bags  # of addresses; from vectors() on, of indices of distinct rows
 
     @property
     def shape_BFD(self) -> tuple[int, int, int]:
@@ -321,8 +319,7 @@ class _PooledRows:
 
     def vectors(self, responses: Responses) -> Tensor:
         rows_UD, ranks_L = self.rows.collect(responses)
-        bags = Bags(ranks_L, self.offsets, self.weights_L, self.pooling)
-        pooled_ND, self.bags = pool_and_record(rows_UD, bags)
+        pooled_ND, self.bags = pool_and_record(rows_UD, self.bags._replace(ids_L=ranks_L))
         return pooled_ND.view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
