@@ -20,6 +20,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.config.validation import check_workers
 from hybrid.embedding.table_spec import STATE_TENSORS, AddressKey, OptimizerSpec, Pooling, TableSpec
 from hybrid.primitives.key_hashes import buckets_of_shard
@@ -46,6 +47,11 @@ class Shard:
     def num_rows(self) -> int:
         """Number of rows at the start; 0 for a growing table."""
         return (self.table.num_rows - self.index + self.count - 1) // self.count
+
+    @property
+    def file_name(self) -> str:
+        """Relative path of the file with these rows in a checkpoint or delta."""
+        return shard_file(self.table.name, self.index, self.count)
 
     @property
     def buckets(self) -> range:

@@ -88,7 +88,7 @@ class Embeddings:
                 gradients. None sends the requests now.
 
         Raises:
-            DataError: an id is not a row of its table.
+            DataError: an id is not a row of its table, or offsets or weights do not match the ids.
         """
         items: Items = {worker: [] for worker in self.sources.by_worker}
         with self.sources.clock.span("ids"):
@@ -96,13 +96,13 @@ class Embeddings:
             self._check(sparse, ids)
             routes = [(route.request(ids, items), columns) for route, columns in self._routes_of(sparse, ids)]
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
-        first, columns = routes[0]
-        if self._device.type == "cpu" or not isinstance(first, DistinctRows) or columns is not None:
-            layout = ConcatenatedFeatures(routes, self._ends[-1], lengths)
-            return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
-        lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self.sources).send_or_attach(earlier)
-        lookup.ranks_BF = to_device(first.ranks().view(first.shape_BFD[:2]), self._device)
-        return lookup
+        rows, columns = routes[0]
+        if self._device.type != "cpu" and isinstance(rows, DistinctRows) and columns is None:
+            lookup = Lookup(ticket, items, DistinctRowsForGpu(rows), self.sources).send_or_attach(earlier)
+            lookup.ranks_BF = to_device(rows.ranks().view(rows.shape_BFD[:2]), self._device)
+            return lookup
+        layout = ConcatenatedFeatures(routes, self._ends[-1], lengths)
+        return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
 
     def _routes_of(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
         """Return the routes of a batch, each with its columns; see :class:`ConcatenatedFeatures`."""

@@ -24,7 +24,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import pack_keys, read_keys
 from hybrid.embedding.bags import Bags, RowGradients
@@ -163,8 +162,8 @@ class GrowingGroup(TableGroup):
     def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
         records_R2, pending_P2 = self._keys.state()
         tensors = self._copies(len(records_R2)) if is_copied else self._tensors
-        name = shard_file(self._table.name, self._shard.index, self._shard.count)
-        return {name: partial(pack_keys, records_R2, pending_P2, self._steps_before, tensors)}
+        pack = partial(pack_keys, records_R2, pending_P2, self._steps_before, tensors)
+        return {self._shard.file_name: pack}
 
     def track_changes(self) -> None:
         super().track_changes()
@@ -178,13 +177,12 @@ class GrowingGroup(TableGroup):
         evicted = np.unique(np.concatenate([np.empty(0, np.int64), *self._evicted]))
         evicted = evicted[self._keys.find(evicted) < 0]  # a key may have a row again
         self.track_changes()
-        name = shard_file(self._table.name, self._shard.index, self._shard.count)
         tensors = {
             "keys": torch.from_numpy(records_R2[rows_U, 0]),
             "weight": self.weight_RD.index_select(0, torch.from_numpy(rows_U)),
             "evicted": torch.from_numpy(evicted),
         }
-        return {name: tensors}
+        return {self._shard.file_name: tensors}
 
     def _initial_rows(self, keys_U: Ints) -> Tensor:
         return random_rows(keys_U.view(np.uint64), self._table, self._seed).to(self.weight_RD.dtype)

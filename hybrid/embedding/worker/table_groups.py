@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import (
@@ -144,12 +143,7 @@ class TableGroup:
         The tensors are views of the group, or of a copy that is made now.
         """
         tensors = self._copies(len(self.weight_RD)) if is_copied else self._tensors
-        return {
-            shard_file(shard.table.name, shard.index, shard.count): partial(
-                self.shard_tensors, shard, tensors
-            )
-            for shard in self.group.shards
-        }
+        return {each.file_name: partial(self.shard_tensors, each, tensors) for each in self.group.shards}
 
     def track_changes(self) -> None:
         self._is_changed_R = self._zeros((len(self.weight_RD),), torch.bool)
@@ -168,7 +162,7 @@ class TableGroup:
         files = {}
         for shard, start in self.group.shard_starts:
             index_U = self._is_changed_R[start : start + shard.num_rows].nonzero().squeeze(1)
-            files[shard_file(shard.table.name, shard.index, shard.count)] = {
+            files[shard.file_name] = {
                 "rows": index_U * shard.count + shard.index,
                 "weight": self.weight_RD[start : start + shard.num_rows].index_select(0, index_U),
             }
