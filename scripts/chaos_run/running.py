@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from support.commands import Command, start_process
 
 from chaos_run.victims import LAUNCHER, phase_of, running_roles
 from hybrid.errors import HybridError
 
 _POLL_SECONDS = 0.02
 _SILENT_SECONDS = 120.0
-_STOP_SECONDS = 10.0
 # What a master prints at each start once its data is prepared, and at the start of each line of progress.
 _START, _STEP = "\nprepared ", "\nstep "
 
@@ -109,19 +108,18 @@ class Run(DisturbedRun):
 
     def __init__(self, folder: Path, arguments: Sequence[str], script: str = "") -> None:
         self.folder = folder
-        self._command = [sys.executable, "-P", "-m", "workers"]
+        self._arguments = [sys.executable, "-P", "-m", "workers"]
         self._environment, self._is_script = dict(os.environ), bool(script)
         self.usage: dict[str, list[Usage]] = {}
         if script:
             folder.mkdir()
             self._environment["TMPDIR"] = str(folder)
             path = str(Path(__file__).with_name(f"chaos_{script}.py"))
-            self._command += ["run", *arguments, path, "--", str(folder)]
+            self._arguments += ["run", *arguments, path, "--", str(folder)]
         else:
-            self._command += ["launch", "--resume", "auto", *arguments, "--set", f"run.folder={folder}"]
-        self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
+            self._arguments += ["launch", "--resume", "auto", *arguments, "--set", f"run.folder={folder}"]
+        self._num_launches = 0
         self._killed_at = 0.0
-        self._length_before_kill = 0
 
     def __enter__(self) -> Run:
         try:
@@ -132,21 +130,12 @@ class Run(DisturbedRun):
         return self
 
     def __exit__(self, *_: object) -> None:
-        is_running = self._process.poll() is None
-        started = psutil.Process(self._process.pid).children(recursive=True) if is_running else []
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        # A launcher that gets the signal while it starts its server does not wait for the server's end.
-        psutil.wait_procs(started, _STOP_SECONDS)
+        self._command.kill()
 
     def await_end(self) -> None:
         """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
         while self._pass_time(1.0, []):
-            for name, role in running_roles(psutil.Process(self._process.pid), self.folder).items():
+            for name, role in running_roles(self._command.processes()).items():
                 with suppress(psutil.NoSuchProcess):
                     usage = Usage(role.memory_info().rss >> 20, role.num_threads(), role.num_fds())
                     self.usage.setdefault(name, []).append(usage)
@@ -159,10 +148,11 @@ class Run(DisturbedRun):
         return is_running
 
     def _launch(self) -> None:
-        with self._out.open("ab") as out, self._err.open("ab") as err:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._environment
-            )
+        self._num_launches += 1
+        output = self.folder.with_name(f"{self.folder.name}-launch-{self._num_launches}.out")
+        self._process = start_process(self._arguments, self._environment, output)
+        self._command = Command(self._process, output)
+        self._length_before_kill = 0
         self._output_at, self._output_length = time.monotonic(), 0
         # The launcher restarts a script only after the script has named the folder from which it resumes.
         while self._is_script and not self._output_since_start() and not self._has_ended():
@@ -171,7 +161,7 @@ class Run(DisturbedRun):
     def _has_ended(self) -> bool:
         code = self._process.poll()
         if code:
-            raise HybridError(self._err.read_text().rstrip().rpartition("\n")[2])
+            raise HybridError(self._command.stderr.rstrip().rpartition("\n")[2])
         if (length := len(self._output())) != self._output_length:
             self._output_at, self._output_length = time.monotonic(), length
         if time.monotonic() - self._output_at > _SILENT_SECONDS:
@@ -179,7 +169,7 @@ class Run(DisturbedRun):
         return code is not None
 
     def _output(self) -> str:
-        return f"\n{self._out.read_text()}"
+        return f"\n{self._command.stdout}"
 
     def _output_since_start(self) -> str:
         """Return the output since the start after the last kill, from the end of preparation."""
@@ -196,7 +186,7 @@ class Run(DisturbedRun):
 
     def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
         """Kill or freeze a role; return None if no role is running."""
-        roles = running_roles(psutil.Process(self._process.pid), self.folder)
+        roles = running_roles(self._command.processes())
         if not roles:
             return None
         name = chance.choice([*sorted(roles), *([LAUNCHER] if plan.with_launcher else [])])

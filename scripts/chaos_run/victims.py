@@ -1,6 +1,8 @@
 """The processes of a launch that can be killed, and the phase of the run."""
 
-import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -11,28 +13,18 @@ LAUNCHER = "launcher"
 PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 
 
-def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Process]:
-    """Return the running roles of a launch by name: processes that write to logs below the run's folder."""
+_ROLE = re.compile(r"hybrid (master|(trainer|worker) \d+)")  # the title of a role's process
+
+
+def running_roles(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
+    """Return the roles among the processes of a launch by name, without frozen roles."""
     roles = {}
-    for process in _descendants(launcher):
-        try:
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
-            if (
-                log.parent.name == "logs"
-                and run.resolve() in log.parents
-                and process.status() != psutil.STATUS_STOPPED
-            ):
-                roles[log.stem.replace("-", " ")] = process
-        except (OSError, psutil.NoSuchProcess):  # the process has just ended
-            continue
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            title = _ROLE.fullmatch("".join(process.cmdline()[:1]))
+            if title is not None and process.status() != psutil.STATUS_STOPPED:
+                roles[title[1]] = process
     return roles
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return list(process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
 
 
 def phase_of(run: Path, output: str) -> str:
