@@ -258,6 +258,20 @@ def test_gradients_of_a_wrong_shape_are_refused(offsets: list[int] | None, shape
             host.contribute(train(0), [(0, bags)], [torch.ones(shape)])
 
 
+@pytest.mark.parametrize("weighted", [0, 1])
+def test_bags_with_and_without_weights_are_merged(weighted: int) -> None:
+    """Bags of one trainer have weights."""
+    with hosting(UpdateRules(2)) as host:
+        before = host.groups[0].weight_RD.clone()
+        for trainer in range(2):
+            weights_L = torch.tensor([2.0, 3.0]) if trainer == weighted else None
+            bags = Bags(torch.tensor([1, 4]), torch.tensor([0, 1, 2]), weights_L)
+            host.contribute(train(0, trainer), [(0, bags)], [torch.ones(2, 2)])
+        host.barrier.drain()
+        moved_R = (before - host.groups[0].weight_RD)[:, 0]
+        assert moved_R.tolist() == pytest.approx([0, 3, 0, 0, 4, 0])
+
+
 class TestPrefetches:
     """Prefetched lookups, whose gradients arrive by a separate call."""
 
