@@ -151,7 +151,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Return the TOML value of a ``--set``, or the text if it is no TOML, or no text for a text key."""
+        """Return the value in the text of a ``--set``, which is TOML, except that text needs no quotes."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):

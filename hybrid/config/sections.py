@@ -1,4 +1,4 @@
-"""Keys of all sections that have no module, and ``RunConfig``, which has the values of all sections."""
+"""``RunConfig``, and the sections [run], [cluster], [dense], [train], [checkpoint], [schedule], [profile]."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from werkzeug.serving import make_server
 
 from hybrid.errors import OutageError, StorageError
 from hybrid.storage import files, object_stores
+from hybrid.storage.object_stores import store_request
 from hybrid.storage.remote_path import RemotePath, parse_path
 
 NO_BUCKET = RemotePath("s3://none", "")
@@ -268,29 +269,43 @@ def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPat
         ("me@box", "me", "box/"),
     ],
 )
-def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str) -> None:
-    assert object_stores._split_azure_authority(authority)[:2] == (account, prefix)
+def test_a_url_of_azure_has_an_account(
+    authority: str, account: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
+    monkeypatch.setattr("pyarrow.fs.AzureFileSystem", lambda name, **_: name)
+    with store_request(RemotePath(f"abfs://{authority}", "a"), "read") as (client, key):
+        assert (client, key) == (account, f"{prefix}a")
     with pytest.raises(StorageError, match="account"):
         files.read_bytes(parse_path("abfs://box/a"))
 
 
+GOOGLE, AZURE = "gs://b", "abfs://box@me.dfs.core.windows.net"
 STATUS = "google::cloud::Status(%s: Permanent error, with a last message of %s error_info={reason=, domain=})"
 
 
 @pytest.mark.parametrize(
-    ("scheme", "text", "remedy", "kind"),
+    ("url", "text", "remedy", "kind"),
     [
-        ("gs", STATUS % ("PERMISSION_DENIED", "Received HTTP status code: 403"), "GOOGLE_", StorageError),
-        ("gs", STATUS % ("UNAVAILABLE", "Could not create a OAuth2 access token"), "GOOGLE_", StorageError),
-        ("gs", STATUS % ("UNAVAILABLE", "Received HTTP status code: 503"), "try again later", OutageError),
-        ("gs", STATUS % ("UNKNOWN", "Work() - CURL error [60]=SSL"), "SSL_CERT_FILE", StorageError),
-        ("abfs", "Azure Error: [AuthorizationFailure] 403 Server failed", "AZURE_STORAGE_KEY", StorageError),
-        ("abfs", "Azure Error: [ServerBusy] 503 The server is busy", "try again later", OutageError),
-        ("abfss", "Fail to get a new connection. SSL peer certificate", "SSL_CERT_FILE", StorageError),
+        (GOOGLE, STATUS % ("PERMISSION_DENIED", "Received HTTP status code: 403"), "GOOGLE_", StorageError),
+        (GOOGLE, STATUS % ("UNAVAILABLE", "Could not create a OAuth2 access token"), "GOOGLE_", StorageError),
+        (GOOGLE, STATUS % ("UNAVAILABLE", "Received HTTP status code: 503"), "try again later", OutageError),
+        (GOOGLE, STATUS % ("UNKNOWN", "Work() - CURL error [60]=SSL"), "SSL_CERT_FILE", StorageError),
+        (AZURE, "Azure Error: [AuthorizationFailure] 403 Server failed", "AZURE_STORAGE_KEY", StorageError),
+        (AZURE, "Azure Error: [ServerBusy] 503 The server is busy", "try again later", OutageError),
+        (
+            "abfss://box@me.dfs.core.windows.net",
+            "SSL peer certificate",
+            "SSL_CERT_FILE",
+            StorageError,
+        ),
     ],
 )
-def test_an_error_names_a_remedy(scheme: str, text: str, remedy: str, kind: type[StorageError]) -> None:
-    error = object_stores._store_error(RemotePath(f"{scheme}://b", "a"), "read", text)
-    assert remedy in str(error)
-    assert type(error) is kind
-    assert "error_info" not in str(error)
+def test_an_error_names_a_remedy(
+    url: str, text: str, remedy: str, kind: type[StorageError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
+    with pytest.raises(StorageError, match=remedy) as caught, store_request(RemotePath(url, "a"), "read"):
+        raise OSError(text)
+    assert type(caught.value) is kind
+    assert "error_info" not in str(caught.value)
