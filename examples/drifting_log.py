@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def bits(numbers: Ints, seed: int, purpose: int) -> npt.NDArray[np.uint64]:
-    """Return the random number of each number, for a purpose."""
+    """Return 64 random bits for each number, by a hash function that ``seed`` and ``purpose`` select."""
     return splitmix64(splitmix64(numbers.astype(np.uint64)) + np.uint64(seed * 1000 + purpose))
 
 

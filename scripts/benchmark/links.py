@@ -86,7 +86,7 @@ def _hosts(link: str, folder: Path) -> Iterator[list[Host]]:
 
 
 def _steps_per_second(hosts: Sequence[Host], texts: Sequence[str], run: Path, seconds: float) -> float:
-    """Return the speed of a run that is stopped after this time."""
+    """Return the speed of a run, measured for ``seconds`` after its first steps; then stop the run."""
     arguments = [word for text in (*texts, f"run.folder={run}") for word in ("--set", text)]
     with started_on(placed(hosts), arguments) as roles:
         first, start = _await_step(2 * _LOG_STEPS, roles[MASTER], run / METRICS_FILE)  # the warm-up

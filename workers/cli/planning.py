@@ -179,7 +179,7 @@ def expected_data(
     """Return the columns of the training samples, and the mean number of ids of each multi-hot feature.
 
     The synthetic click log, and hashed or growing columns with one id or ``ids_per_sample`` ids, need no
-    files. Data of other columns are prepared.
+    files. Other data are prepared, or sampled if they are a stream.
 
     Args:
         ids_per_sample: mean number of ids of every sparse column, if known.

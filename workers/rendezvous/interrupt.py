@@ -100,7 +100,7 @@ class Interrupter:
 
 
 def run_interruptibly(function: Callable[[], object]) -> None:
-    """Run, in another thread, a function that may wait in torch: the main thread stays interruptible."""
+    """Run a function that may wait in torch in another thread, so that the main thread can be interrupted."""
     result: Future[object] = Future()
 
     def run() -> None:
