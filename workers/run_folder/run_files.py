@@ -63,6 +63,8 @@ class RunFolder:
     def create(cls, path: Path, config: RunConfig, loggers: RunLoggers | None = None) -> RunFolder:
         """Make the folder of a new run; ConfigError if ``path`` contains a run already."""
         run_access.refuse_existing(path)
+        with run_write_errors(path):
+            files.remove(path / "versions.json")  # reopen would keep it, even if it is a link
         return cls.reopen(path, config, 0, loggers=loggers)
 
     @classmethod
