@@ -29,7 +29,7 @@ def send(kafka: MockKafka, topic: str, steps: range) -> None:
         kafka.send(topic, partition, rows)
 
 
-def stream(kafka: MockKafka, topic: str, hours: float = 0.0005) -> list[str]:
+def stream(kafka: MockKafka, topic: str, hours: float = 0.0001) -> list[str]:
     call = f"kafka(brokers = '{kafka.brokers}', topic = '{topic}', wait_hours = {hours})"
     return settings(data={"stream": call})
 
@@ -46,7 +46,7 @@ ROWS = {
 KAFKA = [*COMMON, *settings(data={**ROWS, "numeric_scaling": "none"}, train={"batch_size": 4 * SENT})]
 
 
-def common(kafka: MockKafka, topic: str, folder: str, hours: float = 0.0005) -> list[str]:
+def common(kafka: MockKafka, topic: str, folder: str, hours: float = 0.0001) -> list[str]:
     return [*KAFKA, *stream(kafka, topic, hours), *settings(run={"folder": folder})]
 
 

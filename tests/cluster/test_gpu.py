@@ -23,7 +23,7 @@ from hybrid.config import RunConfig, TaskSection
 GPU = "cuda" if torch.cuda.is_available() else fake_gpu.NAME
 pytestmark = [pytest.mark.gpu] if GPU == "cuda" else []
 in_software = pytest.mark.skipif(GPU == "cuda", reason="one GPU, which rounds otherwise than the CPU")
-STEPS = 6
+STEPS = 4
 LOOKAHEAD = {"update": "lookahead"}
 
 

@@ -1,7 +1,5 @@
 """Payloads that are rejected before anything in them is loaded, at the functions that torch calls."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -353,38 +351,6 @@ def test_collectives_load_plain_values_at_the_start() -> None:
     assert distributed_c10d._unpickler is pickle.Unpickler
 
 
-class TestWithinTorch:
-    """Through RPC itself, of a process with itself."""
-
-    pytestmark = pytest.mark.usefixtures("loopback")
-
-    @pytest.fixture
-    def counter(self) -> transport.Remote[Counter]:
-        made: transport.Remote[Counter] = transport.create(MASTER, Counter, timeout_seconds=5.0).wait()
-        return made
-
-    def test_torch_uses_the_signed_pickler_in_both_directions(self) -> None:
-        """A release of torch that keeps its pickler elsewhere fails here."""
-        ours = internal._internal_rpc_pickler
-        assert isinstance(ours, SignedPickler)
-        assert api._default_pickler is ours
-        assert internal._unpickler is pickle.Unpickler
-        with pytest.raises(ClusterError, match="cannot be called by RPC"):
-            rpc.rpc_sync(MASTER.rpc_name, os.getpid)
-
-    @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__", "add.__call__"])
-    def test_private_methods_are_not_called(self, method: str, counter: transport.Remote[Counter]) -> None:
-        assert counter.call(Counter.add, 2).wait() == 2
-        with pytest.raises(
-            transport.RemoteError, match=f"{method} cannot be called by RPC: it is not public"
-        ):
-            counter.call(cast(Any, SimpleNamespace(__name__=method))).wait()
-        assert counter.call(Counter.add, 2).wait() == 4
-
-    def test_functions_are_sent_by_name(self, counter: transport.Remote[Counter]) -> None:
-        assert counter.call(Counter.apply, partial(times, 3), 4).wait() == 12
-
-
 class Counter:
     """Something to call."""
 
@@ -404,6 +370,34 @@ class Counter:
 
 def times(factor: int, value: int) -> int:
     return factor * value
+
+
+@pytest.fixture
+def counter(loopback: None) -> transport.Remote[Counter]:
+    made: transport.Remote[Counter] = transport.create(MASTER, Counter, timeout_seconds=5.0).wait()
+    return made
+
+
+def test_torch_uses_the_signed_pickler_in_both_directions(loopback: None) -> None:
+    """A release of torch that keeps its pickler elsewhere fails here."""
+    ours = internal._internal_rpc_pickler
+    assert isinstance(ours, SignedPickler)
+    assert api._default_pickler is ours
+    assert internal._unpickler is pickle.Unpickler
+    with pytest.raises(ClusterError, match="cannot be called by RPC"):
+        rpc.rpc_sync(MASTER.rpc_name, os.getpid)
+
+
+@pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__", "add.__call__"])
+def test_private_methods_are_not_called(method: str, counter: transport.Remote[Counter]) -> None:
+    assert counter.call(Counter.add, 2).wait() == 2
+    with pytest.raises(transport.RemoteError, match=f"{method} cannot be called by RPC: it is not public"):
+        counter.call(cast(Any, SimpleNamespace(__name__=method))).wait()
+    assert counter.call(Counter.add, 2).wait() == 4
+
+
+def test_functions_are_sent_by_name(counter: transport.Remote[Counter]) -> None:
+    assert counter.call(Counter.apply, partial(times, 3), 4).wait() == 12
 
 
 def test_calls_that_threads_load_at_once_are_rejected_again_later(worker: Process, trainer: Process) -> None:

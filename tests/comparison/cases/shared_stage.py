@@ -19,8 +19,6 @@ def _stage(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
         if kind == "cross":
             return CrossInteraction(INPUTS + HIDDEN, 2), (INPUTS, HIDDEN)
         first, second = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)
-        if kind == "mlp":
-            return nn.Sequential(first, nn.ReLU(), second, nn.ReLU()), (INPUTS,)
         return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(3, 1), nn.Flatten(0)), (INPUTS,)
 
 

@@ -93,16 +93,16 @@ def _mean_loss(net: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([_loss(net, x_BX) for x_BX in inputs]).sum() / DATA
 
 
-def trained(dtype: torch.dtype, index: int) -> list[Compared]:
+def trained(index: int) -> list[Compared]:
     """Return outputs and gradients of two steps, then the parameters; the second input has another size."""
-    mlp = Mlp().to(dtype)
+    mlp = Mlp().double()
     split = _split_mlp(mlp)
     ddp, own = _under_ddp(split), trainers_mesh().get_local_rank("data")
     nets: tuple[nn.Module, ...] = (mlp, ddp)
     optimizers = [torch.optim.Adam(net.parameters(), lr=RATE) for net in nets]
     compared = []
     for step, size in enumerate((4, 16)):
-        inputs = [random(10 * step + rank, size, INPUTS, dtype=dtype) for rank in range(DATA)]
+        inputs = [random(10 * step + rank, size, INPUTS, dtype=torch.float64) for rank in range(DATA)]
         output, expected = ddp(inputs[own]), mlp(inputs[own])
         output.square().sum().backward()
         _mean_loss(mlp, inputs).backward()

@@ -28,7 +28,7 @@ from hybrid.transport.socket.handshake import Connection
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 
 SECONDS = 10.0
-LARGE = 4 << 20  # values: more bytes than a connection holds
+LARGE = 1 << 20  # values: more bytes than a connection holds
 
 deferred: dict[int, Future[list[Tensor]]] = {}
 
