@@ -497,24 +497,23 @@ def test_shards_of_other_sizes_are_refused(tmp_path: Path) -> None:
         stored.map_rows("t", 5, 2)
 
 
-class TestNewestValid:
-    @pytest.mark.parametrize(
-        ("altered", "step"),
-        [([], 110), ([(110, MANIFEST_FILE)], 30), ([(110, DENSE_FILE), (30, DENSE_FILE)], 2)],
-    )
-    def test_damaged_checkpoints_are_skipped_and_reported(
-        self, tmp_path: Path, altered: list[tuple[int, str]], step: int
-    ) -> None:
-        logged: list[str] = []
-        write_run(tmp_path, 2, 30, 110)
-        paths = [step_folder(tmp_path, of_step) / name for of_step, name in altered]
-        for path in paths:
-            flip_a_bit(path)
-        assert Checkpoint.newest_valid(tmp_path, logged.append).manifest.step == step
-        assert len(logged) == bool(paths)
-        for line in logged:
-            damage = "; ".join(f"{path}: [^;]+" for path in paths)
-            assert re.fullmatch(f"{damage}; step-{step:08d} is used instead", line)
+@pytest.mark.parametrize(
+    ("altered", "step"),
+    [([], 110), ([(110, MANIFEST_FILE)], 30), ([(110, DENSE_FILE), (30, DENSE_FILE)], 2)],
+)
+def test_damaged_checkpoints_are_skipped_and_reported(
+    tmp_path: Path, altered: list[tuple[int, str]], step: int
+) -> None:
+    logged: list[str] = []
+    write_run(tmp_path, 2, 30, 110)
+    paths = [step_folder(tmp_path, of_step) / name for of_step, name in altered]
+    for path in paths:
+        flip_a_bit(path)
+    assert Checkpoint.newest_valid(tmp_path, logged.append).manifest.step == step
+    assert len(logged) == bool(paths)
+    for line in logged:
+        damage = "; ".join(f"{path}: [^;]+" for path in paths)
+        assert re.fullmatch(f"{damage}; step-{step:08d} is used instead", line)
 
 
 class TestBestValid:

@@ -189,38 +189,35 @@ TASKS = {
 }
 
 
-class TestTasks:
+@pytest.fixture
+def three_tasks() -> Predictions:
     """60 samples with three labels, of which weights of 0 exclude some."""
+    generator = torch.Generator().manual_seed(3)
+    labels = [torch.randint(n, (60,), generator=generator) for n in (2, 3, 9)]
+    outputs_NO = torch.randn(60, 5, generator=generator)
+    weights_NT = torch.rand(60, 3, generator=generator) * (torch.rand(60, 3, generator=generator) < 0.7)
+    labels_NT = torch.stack(labels, dim=1).float()
+    return Predictions(outputs_NO, labels_NT, torch.arange(60), weights_NT, torch.arange(60) // 6)
 
-    @pytest.fixture
-    def samples(self) -> Predictions:
-        generator = torch.Generator().manual_seed(3)
-        labels = [torch.randint(n, (60,), generator=generator) for n in (2, 3, 9)]
-        outputs_NO = torch.randn(60, 5, generator=generator)
-        weights_NT = torch.rand(60, 3, generator=generator) * (torch.rand(60, 3, generator=generator) < 0.7)
-        labels_NT = torch.stack(labels, dim=1).float()
-        return Predictions(outputs_NO, labels_NT, torch.arange(60), weights_NT, torch.arange(60) // 6)
 
-    @pytest.mark.parametrize("is_weighted", [False, True])
-    def test_each_task_has_its_outputs_samples_and_weights(
-        self, samples: Predictions, is_weighted: bool
-    ) -> None:
-        found = samples.metrics(TASKS, is_weighted=is_weighted)
-        assert samples.weights is not None
-        outputs = {"click": samples.outputs[:, 0]}
-        outputs |= {"stars": samples.outputs[:, 1:4], "spent": samples.outputs[:, 4]}
-        for t, (name, task) in enumerate(TASKS.items()):
-            weights_N, outputs_N = samples.weights[:, t], outputs[name]
-            counts_N = weights_N > 0
-            expected = task_metrics(
-                name,
-                task,
-                outputs_N[counts_N],
-                samples.labels[counts_N, t],
-                None,
-                weights_N[counts_N] if is_weighted else None,
-            )
-            assert {key: found[f"{name}.{key}"] for key in expected} == expected
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_each_task_has_its_outputs_samples_and_weights(three_tasks: Predictions, is_weighted: bool) -> None:
+    found = three_tasks.metrics(TASKS, is_weighted=is_weighted)
+    assert three_tasks.weights is not None
+    outputs = {"click": three_tasks.outputs[:, 0]}
+    outputs |= {"stars": three_tasks.outputs[:, 1:4], "spent": three_tasks.outputs[:, 4]}
+    for t, (name, task) in enumerate(TASKS.items()):
+        weights_N, outputs_N = three_tasks.weights[:, t], outputs[name]
+        counts_N = weights_N > 0
+        expected = task_metrics(
+            name,
+            task,
+            outputs_N[counts_N],
+            three_tasks.labels[counts_N, t],
+            None,
+            weights_N[counts_N] if is_weighted else None,
+        )
+        assert {key: found[f"{name}.{key}"] for key in expected} == expected
 
 
 Floats = npt.NDArray[np.float64]

@@ -248,20 +248,17 @@ def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None
     assert sorted(itertools.chain(*applied)) == sorted(itertools.chain(*whole))
 
 
-class TestUpdatesHere:
-    """Updates in the thread of the contribution that completes them."""
-
-    @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_last_contribution_runs_the_update_in_its_thread(self, mode: UpdateMode) -> None:
-        threads = []
-        with barrier(1, lambda _: threads.append(threading.get_ident()), mode, micro_batches=2) as each:
-            for step in range(3):
-                waiting = look_up(each, step + 1, nothing)
-                for index in range(2):
-                    assert not waiting.done()
-                    contribute(each, 0, step, index=index, should_update_here=True)
-                assert waiting.done()
-        assert threads == [threading.get_ident()] * 3
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_last_contribution_runs_the_update_in_its_thread(mode: UpdateMode) -> None:
+    threads = []
+    with barrier(1, lambda _: threads.append(threading.get_ident()), mode, micro_batches=2) as each:
+        for step in range(3):
+            waiting = look_up(each, step + 1, nothing)
+            for index in range(2):
+                assert not waiting.done()
+                contribute(each, 0, step, index=index, should_update_here=True)
+            assert waiting.done()
+    assert threads == [threading.get_ident()] * 3
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
