@@ -79,6 +79,7 @@ def test_every_backend_equals_the_plain_net(dense: dict[str, Any]) -> None:
     model = make_model(dense, dense_net())
     assert model.net.state_dict().keys() == plain.net.state_dict().keys()
     assert model.training
+    assert model.is_whole == (dense is not ALONE)
     # torch.compile compiles for batches of 1 and of 0 anew, which test_compilation.py shows.
     for size in (7, 2) if dense.get("compile") == "aot_eager" else (7, 2, 1, 0, 3):
         pooled_BE = random(size, 6, seed=size, dtype=torch.float64)

@@ -86,15 +86,25 @@ def test_only_generators_of_the_devices_are_seeded(monkeypatch: pytest.MonkeyPat
     assert [each.seed for each in of_cuda] == [seed, 0, seed]
 
 
-def test_missing_batches_become_empty_batches() -> None:
+@pytest.mark.parametrize("until", [math.inf, 4.0])
+def test_missing_batches_become_empty_batches(until: float) -> None:
+    """The samples of one trainer have weights of 2; the event time of a batch is its size."""
     empty = Batch.empty(1, 1)
 
-    def align(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:
-        batches = [empty._replace(labels=torch.ones(size)) for size in SIZES[rank]]
-        steps = align_batches(batches, empty, group)
-        return [(len(each.labels), each.global_size) for each in steps]
+    def align(rank: int, group: dist.ProcessGroup) -> list[tuple[object, ...]]:
+        batches = []
+        for size in SIZES[rank]:
+            weights = torch.full((size,), 2.0) if rank else None
+            batches.append(empty._replace(labels=torch.ones(size), weights=weights, event_time=size))
+        return [
+            (len(each.labels), each.weights is None, each.global_size, each.total_weights, each.event_time)
+            for each in align_batches(batches, empty, group, until=until)
+        ]
 
-    assert together(2, align) == [[(3, 5), (0, 0), (1, 5), (0, 5)], [(2, 5), (0, 0), (4, 5), (5, 5)]]
+    first = [(3, False, 5, 7, 3), (0, True, 0, 0, 0), (1, False, 5, 9, 4), (0, False, 5, 10, 5)]
+    second = [(2, False, 5, 7, 3), (0, False, 0, 0, 0), (4, False, 5, 9, 4), (5, False, 5, 10, 5)]
+    num_steps = 3 if until == 4.0 else 4
+    assert together(2, align) == [first[:num_steps], second[:num_steps]]
 
 
 FINITE = torch.ones(3, 2)
