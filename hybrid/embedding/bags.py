@@ -220,7 +220,8 @@ class RowGradients:
             return selected
         if self._all_UD is not None:
             selected._all_UD = self._all_UD[is_kept_U]
-        is_kept, lengths_U = is_kept_U.numpy(), np.diff(self._bags.starts_V)
+        is_kept = is_kept_U.numpy()
+        lengths_U = np.diff(self._bags.starts_V)
         assert self._bags.weights_L is None, "trainers pool the bags of growing tables"
         selected._bags = copy(self._bags)
         selected._bags.sources_L = self._bags.sources_L[np.repeat(is_kept, lengths_U)]

@@ -61,7 +61,8 @@ def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
             _, _, _, top, mounted, *_, kind, _, options = line.split(" ")
             if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-                below, mount = Path(os.path.relpath(paths.get(kind, "/"), top)), root / mounted.lstrip("/")
+                below = Path(os.path.relpath(paths.get(kind, "/"), top))
+                mount = root / mounted.lstrip("/")
                 if ".." in below.parts or not (mount / below).is_dir():  # the group is not visible here
                     below = Path()
                 yield from (mount / each for each in (below, *below.parents))

@@ -48,13 +48,15 @@ def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor
         weights_B: None for all ones.
     """
     weights_B = torch.ones(len(labels_B)) if weights_B is None else weights_B
-    weights_B, counts_B = weights_B.double(), weights_B > 0
+    counts_B = weights_B > 0
+    weights_B = weights_B.double()
     groups_U, index_B = groups_B.unique(return_inverse=True)
     zeros_U = torch.zeros(len(groups_U), dtype=torch.float64)
-    counted, labels_N = index_B[counts_B], labels_B[counts_B].double()
-    highest_U = (zeros_U - torch.inf).scatter_reduce(0, counted, labels_N, "amax")
-    lowest_U = (zeros_U + torch.inf).scatter_reduce(0, counted, labels_N, "amin")
-    sizes_U = counted.bincount(minlength=len(groups_U)).clamp(min=1)
+    index_N = index_B[counts_B]
+    labels_N = labels_B[counts_B].double()
+    highest_U = (zeros_U - torch.inf).scatter_reduce(0, index_N, labels_N, "amax")
+    lowest_U = (zeros_U + torch.inf).scatter_reduce(0, index_N, labels_N, "amin")
+    sizes_U = index_N.bincount(minlength=len(groups_U)).clamp(min=1)
     weights_U = zeros_U.index_add(0, index_B, weights_B) / sizes_U.square()
     ranking_weights_B: Tensor = weights_U.where(highest_U > lowest_U, 0)[index_B].where(counts_B, 0)
     return ranking_weights_B

@@ -237,10 +237,10 @@ class TableGroup:
 
     def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
         """Return the index of the shard of each row, and the row of its table, or the key."""
-        starts_S, *layout = np.array([(s, each.count, each.index) for each, s in self.group.shard_starts]).T
+        layout = [(start, each.count, each.index) for each, start in self.group.shard_starts]
+        starts_S, counts_S, indices_S = np.array(layout).T
         shard_U = np.searchsorted(starts_S, rows_U, side="right") - 1
-        counts_U, indices_U = (each[shard_U] for each in layout)
-        return shard_U, (rows_U - starts_S[shard_U]) * counts_U + indices_U
+        return shard_U, (rows_U - starts_S[shard_U]) * counts_S[shard_U] + indices_S[shard_U]
 
     def end_update(self, step: int) -> None:
         """Complete an update."""
