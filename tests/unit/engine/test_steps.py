@@ -50,6 +50,27 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
     assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
 
 
+@pytest.mark.parametrize(
+    ("mode", "awaited"), [(UpdateMode.SYNC, []), (UpdateMode.LOOKAHEAD, [6]), (UpdateMode.ASYNC, [6, 7])]
+)
+def test_flush_waits_for_messages_with_gradients(mode: UpdateMode, awaited: list[int]) -> None:
+    """In lookahead mode, the response for step 7 follows update 6, whose gradients do not exist yet."""
+    flushed: list[object] = []
+
+    def lookup(ids: object, ticket: Ticket, earlier: object = None) -> object:
+        return SimpleNamespace(flush=lambda: flushed.append(ticket.step))
+
+    sources = SimpleNamespace(flush=lambda: flushed.append("others"))
+    tables: Any = SimpleNamespace(lookup=lookup, sources=sources)
+    batch: Any = SimpleNamespace(checksum=0, sparse_features=None, split=lambda count: [batch] * count)
+    feed = Feed[Any](tables, 0, UpdateRules(1, mode), StepClock())
+    feed.begin(iter([batch] * 4), 5)
+    next(feed)
+    feed.end_step()
+    feed.flush()
+    assert flushed == [*awaited, "others"]
+
+
 def drawn(seed: int, trainer: int, step: int) -> Tensor:
     with torch.random.fork_rng():
         seed_step(seed, trainer, step, CPU)
