@@ -67,6 +67,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def toml_value(value: Any) -> str:
+    """Return text, a number, true or false, or a list of these, as TOML."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(toml_value(element) for element in value)}]"
     # Strings, numbers and booleans of JSON are valid TOML, except that TOML requires an escaped DEL.

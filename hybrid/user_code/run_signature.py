@@ -55,7 +55,7 @@ def load_run_config(
     section of the value is in ``uses``, or if the key has values that need no signature (``Key.unsigned``).
 
     Args:
-        overrides: see :func:`load_config`; these values need no signature.
+        overrides: ``section.key=value``; these values need no signature.
         trust_code: whether to accept all values without signatures.
         uses: the sections whose values the caller needs.
 

@@ -30,7 +30,7 @@ VALUES = {
         for moments in ("", "2", "std = 2", "2, std = 0", "2, std = -1", "nan, std = 1", "x, std = 1")
     ),
     "columns.price.vocabulary": ("hash",),
-    "data.delimiter": ("",),
+    "data.delimiter": ("", '"'),
     "data.dense": ("label",),
     "data.format": ("tsv",),
     "data.label": ("",),
@@ -152,7 +152,7 @@ OF_STREAMS = [
     ("schedule.kind=cosine", "schedule.kind"),
     ("data.shuffle=lanes", "data.shuffle"),
     ("data.group=user + tasks.s.ranking_loss=pairwise", "tasks.s.ranking_loss"),
-    ("data.format=criteo + data.vocabulary=build", "data.vocabulary"),
+    ("data.format=criteo + data.sparse=[] + data.dense=[] + data.vocabulary=build", "data.vocabulary"),
     ("columns.user.vocabulary=build", "columns.user.vocabulary"),
     ("checkpoint.deltas=every(event_seconds = 60)", "checkpoint.deltas"),
     ("data.stream=files(time = 'at') + checkpoint.deltas=every(event_seconds = 0)", "checkpoint.deltas"),
@@ -208,7 +208,15 @@ def test_refused_settings(base: list[str], settings: str, key: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        "checkpoint.deltas=every(60)",
+        "checkpoint.deltas=every(event_seconds = 9) + data.stream=files(time = 'day') + data.vocabulary=hash",
         "columns.age.source=bought",
+        'columns.age.kind=cross + columns.age.source=["user", "price"] + columns.age.vocabulary=hash(9)',
+        'columns.age.kind=cross + columns.age.source=["user", "price"] + columns.user.pooling=sum',
+        "columns.age.kind=hour(%H) + columns.user.pooling=none + columns.user.max_ids=3",
+        "tasks.s.mask=clicked + tasks.s.loss=m:loss",
+        "tasks.s.metrics=gauc + data.group=user",
+        "data.joins=table(a.csv, key = 'item') + data.validation=path(b.csv)",
         "data.weighted_metrics=true + data.weight=weight",
         "data.shuffle=lanes(64)",
         "dense.net=pkg.nets:mine + dense.device=cuda:1",
@@ -217,7 +225,25 @@ def test_refused_settings(base: list[str], settings: str, key: str) -> None:
             f"train.update={update} + embedding.optimizer={ALL_ROWS} + tables.u.optimizer={ALL_ROWS}"
             for update in ("sync", "lookahead")
         ),
+        "dense.compile=inductor",
+        "dense.tensor_size=2 + dense.net=mine:net + dense.tensor_plan=head = rowwise",
+        'dense.remote_mlp=4 + dense_groups.g.parameters=["head.*", "remote.*"]',
+        "dense_groups.g.parameters=head.*",
+        "data.label= + tasks.s.type=binary + train.patience=2",
+        "train.patience=2 + data.split=none + data.validation=random",
+        "train.update=async + tables.u.dim=4",
         "schedule.kind=cosine(warmup_steps = 9)",
+        "schedule.kind=cosine(steps = 9, warmup_steps = 8)",
+        "schedule.kind=cosine(steps = 9) + data.stream=files() + data.vocabulary=hash",
+        "tables.u.init=zeros + tables.v.initial=positions(a.npy)",
+        "dense.net=pkg.nets:mine + data.dense=[] + tasks.s.type=retrieval(user)",
+        *(
+            f"data.format=criteo + data.sparse=[] + data.dense=[] + {more}"
+            for more in (
+                "dense.net=two_towers + tasks.s.type=retrieval(C1)",
+                "data.stream=files() + data.vocabulary=hash",
+            )
+        ),
         'data.dense=[] + dense.net=two_towers + tasks.s.type=retrieval(user, dim = 8) + '
         'tasks.s.metrics=["recall@10", "ndcg@10"]',
         "train.max_steps=13 + profile.steps=3",
