@@ -1,6 +1,7 @@
 """From input files to the batches of a trainer.
 
-The input is read and encoded once, into a prepared data set on disk. Training then reads its rows at random::
+Without ``data.stream``, the input is read and encoded once, into a prepared data set on disk. Training then
+reads its rows at random::
 
     CSV, TSV, Parquet            synthetic click log
           │ parse, values                │
@@ -21,6 +22,7 @@ The input is read and encoded once, into a prepared data set on disk. Training t
 - ``prepare``: the preparation of a data set, in threads, within a memory limit.
 - ``dataset``: a prepared data set on disk.
 - ``batches``: the order of the rows in an epoch, and a trainer's batches, read ahead.
+- ``stream``: rows that trainers read as they are, once and in order.
 
 The preparation makes training exact: the number of rows is known, and every epoch is an exact shuffle. A
 position in training is (epoch, step). Step ``s`` has the same samples for any number of trainers.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hybrid.batch import Batch, padding_bounds, slice_bounds
 from hybrid.config import TaskSection
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.encode.feature_encoder import positions
+from hybrid.data.encode.feature_encoder import item_positions
 from hybrid.errors import ConfigError, DataError
 
 Rows: TypeAlias = npt.NDArray[np.int64]
@@ -118,11 +118,10 @@ class BatchLoader:
             first, last = padding_bounds(len(rows), start, stop, self.least)
             if first < last:
                 local = np.concatenate([local, rows[first:last]])
-            total_groups = self.dataset.total_groups(rows) if self.by_group else None
             yield self.dataset.gather(local, len(rows))._replace(
                 local_size=stop - start,
                 total_weights=self.dataset.total_weights(rows),
-                total_groups=total_groups,
+                total_groups=self.dataset.total_groups(rows) if self.by_group else None,
             )
 
     def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:
@@ -157,7 +156,7 @@ class GroupedOrder:
         The groups of a step have their last rows at the positions ``start`` .. ``stop`` - 1 of the epoch.
         """
         first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
-        positions_B, sizes = positions(self._starts_G1, self._groups_G[first:last])
+        positions_B, sizes = item_positions(self._starts_G1, self._groups_G[first:last])
         return self._rows_N[positions_B], sizes.cumsum()
 
 

@@ -68,7 +68,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """The file that completes the folder of a data set."""
+    """The content of ``manifest.json``, which is written last: a folder with this file is complete."""
 
     input_spec: InputSpec
     splits: dict[str, DatasetReport]
@@ -155,7 +155,11 @@ class DataManifest:
 def checkpoint_contents(
     config: RunConfig, data: StoragePath | None
 ) -> tuple[dict[str, str], dict[str, StoragePath]]:
-    """Return texts and vocabularies for a checkpoint, by name; ``data`` is the prepared data's folder."""
+    """Return the texts of a checkpoint by file name, and the paths of its vocabulary files by name.
+
+    Args:
+        data: the folder of the prepared data, if the run has prepared data.
+    """
     texts = {CONFIG_FILE: signed_toml(config)}
     if data is None:
         return texts, {}

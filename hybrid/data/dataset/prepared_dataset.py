@@ -31,7 +31,7 @@ from torch import Tensor
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import TaskSection
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, LabelReport
-from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, Ids, positions
+from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, Ids, item_positions
 from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -55,7 +55,7 @@ class PreparedDataset:
         split: "train", "validation" or "test".
 
     Raises:
-        DataError: the size, or a sample of the content, of an array differs from the manifest.
+        DataError: the manifest or an array is missing or invalid, or a sampled checksum differs.
 
     Attributes:
         group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
@@ -321,6 +321,6 @@ def write_group_order(split: Path) -> None:
     order_N = groups_N.argsort(kind="stable")
     sorted_N = groups_N[order_N]
     starts_G1 = np.append(np.flatnonzero(np.diff(sorted_N, prepend=sorted_N[:1] - 1)), len(sorted_N))
-    rows_N, sizes_G = positions(starts_G1, order_N[starts_G1[:-1]].argsort())
+    rows_N, sizes_G = item_positions(starts_G1, order_N[starts_G1[:-1]].argsort())
     np.save(split / "group_rows.npy", order_N[rows_N])
     np.save(split / "group_starts.npy", np.concatenate([[0], sizes_G.cumsum()]))

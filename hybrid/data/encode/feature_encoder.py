@@ -62,18 +62,13 @@ class EncodedBags(NamedTuple):
     offsets: npt.NDArray[np.int64]  # (B + 1,): where the ids of each sample start, and where the last end
     weights_L: npt.NDArray[np.float32] | None = None  # if the ids have weights
 
-    @classmethod
-    def of(cls, ids_B: Ids, given_B: npt.NDArray[np.bool_]) -> EncodedBags:
-        """Return bags of one id, or none where ``given_B`` is false."""
-        return cls(ids_B[given_B], np.append(0, np.cumsum(given_B)))
-
     def take(self, rows: npt.NDArray[np.int64]) -> EncodedBags:
-        positions_L, lengths_B = positions(self.offsets, rows)
+        positions_L, lengths_B = item_positions(self.offsets, rows)
         weights_L = None if self.weights_L is None else self.weights_L[positions_L]
         return EncodedBags(self.ids_L[positions_L], np.append(0, lengths_B.cumsum()), weights_L)
 
 
-def positions(
+def item_positions(
     offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the positions of all items in the bags ``rows``, bag by bag, and the lengths of the bags.
@@ -130,7 +125,10 @@ class SparseEncoding:
         if not is_list(column):
             is_encoded = pa.types.is_integer(column.type)
             ids_B: Ids = np.asarray(column.fill_null(0)) if is_encoded else self._encode_flat(column)
-            return EncodedBags.of(ids_B, np.asarray(column.is_valid())) if self.multi_hot else ids_B
+            if not self.multi_hot:
+                return ids_B
+            given_B = np.asarray(column.is_valid())
+            return EncodedBags(ids_B[given_B], np.append(0, np.cumsum(given_B)))
         ids_L = self._encode_flat(column.flatten())
         offsets = np.asarray(column.offsets).astype(np.int64)
         if self.multi_hot:
@@ -341,7 +339,8 @@ def report_unknown(
 ) -> tuple[UnknownValues, ...]:
     """Return the unknown values of a split by column.
 
-    A growing table is left out: the values that have rows are known only to the workers.
+    A column of a growing table is left out unless it has rows with several values: only the workers know
+    which values have rows.
 
     Args:
         counts: the sum of :func:`count_unknown` over all blocks.

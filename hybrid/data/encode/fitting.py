@@ -187,7 +187,8 @@ class BlockStatistics(NamedTuple):
             np.asarray(values.drop_null()) if "buckets" in column.arguments else np.empty(0)
             for column, values in zip(layout.sparse, block.sparse, strict=True)
         ]
-        return cls(Moments.of(block.dense_BF, layout.transforms), np.array(several, np.bool_), numbers)
+        moments = Moments.of(block.dense_BF, [column.transform for column in layout.dense])
+        return cls(moments, np.array(several, np.bool_), numbers)
 
 
 class FittedStatistics:

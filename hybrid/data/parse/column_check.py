@@ -39,7 +39,5 @@ def check_columns(config: RunConfig) -> None:
                 continue
         files = list_files(paths, PATH_KEYS[split]) if paths or split == TRAIN else ()
         path = next((each for each in files if storage.require_file(each).size), None)
-        if path is None:
-            continue
-        layout = layout if split == TRAIN else layout.without_holdouts
-        read_names(path, layout)
+        if path is not None:
+            read_names(path, layout if split == TRAIN else layout.without_holdouts)

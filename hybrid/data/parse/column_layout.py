@@ -121,10 +121,6 @@ class Layout:
         data = dataclasses.replace(self.data, split="none", validation="none")
         return dataclasses.replace(self, data=data)
 
-    @property
-    def transforms(self) -> list[str]:
-        return [column.transform for column in self.dense]
-
     def require(self, names: Sequence[str], path: StoragePath) -> None:
         """Raise ConfigError if a file lacks a required column, or DataError if the column occurs twice.
 

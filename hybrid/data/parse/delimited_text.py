@@ -317,7 +317,12 @@ class _Parser:
 
 
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """Return the columns by position, and the number of header lines; DataError if the file is no text."""
+    """Return the columns by position, and the number of header lines.
+
+    Raises:
+        ConfigError: the file lacks a column.
+        DataError: the file is no text, its header is unusable, or it has a required column twice.
+    """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"
         raise DataError(f"{path}: is not text; {rule}")
@@ -401,7 +406,6 @@ def _normalize(block: bytes, layout: Layout) -> bytes:
 
 
 def _limit_lines(block: bytes) -> Iterator[bytes]:
-    """Yield blocks of at most ``_MAX_BLOCK_LINES`` lines."""
     is_end = np.frombuffer(block, np.uint8) == ord("\n")
     if np.count_nonzero(is_end) <= _MAX_BLOCK_LINES:
         yield block

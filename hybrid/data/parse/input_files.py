@@ -44,6 +44,7 @@ def compute_sampled_checksum(
     """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
 
     A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
+    For ``root`` and ``follows_links``, see :func:`hybrid.storage.files.open_reader`.
     """
     digest = hashlib.sha256()
     with storage.open_reader(path, root, follows_links=follows_links) as file:
@@ -86,7 +87,7 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Parse the folders ``NAME=VALUE`` of a path, as Hive names them; the value None is missing."""
+    """Return the columns that folders ``NAME=VALUE`` of a path give its file, as in Hive; None if missing."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
@@ -188,6 +189,7 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
 
     Raises:
         ConfigError: a key names no file, or two splits share a file.
+        DataError: a path has no files; see :func:`list_files`.
     """
     files: dict[str, tuple[InputFile, ...]] = dict.fromkeys(data.splits, ())
     if data.format == "synthetic":

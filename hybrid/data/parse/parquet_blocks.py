@@ -38,7 +38,7 @@ def read_parquet(
     stop: int | None = None,
     block_rows: int = BLOCK_ROWS,
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of some row groups (default: all). Row numbers start at 1."""
+    """Yield the required columns of some row groups (default: all), with rows numbered from 1."""
     with convert_read_errors(path):
         if not files.require_file(path).size:  # Spark writes such files beside others
             return

@@ -208,6 +208,9 @@ def parse(
 
     Args:
         first_row: index of the first row of ``table`` over the rows of all files.
+
+    Raises:
+        ConfigError, DataError: the type of a column does not suit its use.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)

@@ -302,7 +302,10 @@ class FilesPreparation:
         arrays: Mapping[str, Arrays],
         job: tuple[Piece, Mapping[str, SplitPosition]],
     ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
-        """Write the samples of a piece into the arrays of each split, the first one at a position.
+        """Write the samples of a piece into the arrays of each split.
+
+        Args:
+            job: the piece, and for each split the position of its first sample.
 
         Returns:
             For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
@@ -332,9 +335,7 @@ class FilesPreparation:
     def _map(
         self, phase: str, weight: float, work: Callable[[Job], Result], jobs: Sequence[Job]
     ) -> Iterator[Result]:
-        """Yield the result of ``work`` for each job, in the order of the jobs.
-
-        If a job fails, its exception is raised in place of its result.
+        """Yield the result of ``work`` for each job, in the order of the jobs, or raise its exception.
 
         Args:
             weight: the phase's fraction of the total time, measured for rows like Criteo's.

@@ -133,7 +133,6 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
 
 
 def _is_prepared(target: Path, report: Callable[[str], None]) -> bool:
-    """Return whether the folder of prepared data exists, and report it."""
     if not target.exists():
         return False
     if not os.access(target, os.R_OK | os.X_OK):
@@ -266,10 +265,7 @@ def _send(folder: Path, target: RemotePath, report: Callable[[str], None]) -> No
 
 
 def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
-    """Return the local folder of a data set from a store; fetch the data set if it is missing.
-
-    If several processes need the data set at the same time, one process fetches it, and the others wait.
-    """
+    """Return the local folder of a data set from a store; one process fetches it if it is missing."""
     target = cache / source.parent.name
     if target.exists():
         return target

@@ -206,7 +206,6 @@ class Topic:
 
 @contextmanager
 def _convert_errors(topic: str) -> Iterator[None]:
-    """Convert errors of Kafka to DataError."""
     try:
         yield
     except _import_kafka().KafkaException as error:
@@ -219,10 +218,6 @@ class _Partition:
     rows: int  # the number of offsets of a step
     end: int  # the first offset that is not yet fetched
     messages: deque[Any] = field(default_factory=deque)  # fetched, and not yet taken
-
-    @property
-    def is_complete(self) -> bool:
-        return self.end >= self.next + self.rows
 
     def take(self) -> Iterator[Any]:
         """Yield the messages of the next step."""
@@ -245,7 +240,7 @@ def _read_steps(
     with closing(_connect(config)) as consumer, _convert_errors(unit.name):
         consumer.assign([kafka.TopicPartition(unit.name, p, each.next) for p, each in read.items()])
         while True:
-            while not all(each.is_complete for each in read.values()):
+            while any(each.end < each.next + each.rows for each in read.values()):
                 if is_over.is_set():
                     return
                 for message in consumer.consume(_FETCH_MESSAGES, _FETCH_SECONDS):

@@ -83,7 +83,9 @@ def stream_layout(config: RunConfig) -> Layout:
 
 
 class Files:
-    """Files and folders as the source of a stream. ``last`` is the last unit that has ended, if any.
+    """Files and folders as the source of a stream.
+
+    In its methods, ``last`` is the last unit that has ended, or None.
 
     Args:
         warn: receives a line for each file or folder that appears too late to be read.

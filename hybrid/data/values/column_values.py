@@ -177,7 +177,7 @@ def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
 
 
 def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return a column as float64, NaN if missing, and a mask of values that are not finite numbers."""
+    """Return a column as float64, NaN if missing, and a mask of values that are not finite in float32."""
     column = decode_texts(column)
     has_text = is_text(column)
     if has_text:
@@ -262,7 +262,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Return a mask of the given values if all are dates in digits, such as 20240131; else an empty mask."""
+    """Return a mask: if all values are dates in digits, such as 20240131, or missing, those not missing."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))

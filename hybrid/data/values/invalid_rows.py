@@ -117,7 +117,11 @@ class InvalidRowLog:
         self._file_invalid: list[InvalidRow] = []  # before the first valid row of the file
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
-        """Record the next block of the files, in order; DataError if all rows of a file are invalid."""
+        """Record the rows of the next block of the files, in order.
+
+        Raises:
+            DataError: a row is invalid and ``max_fraction`` is 0, or a file has no valid row.
+        """
         if path != self._path:
             self.check_file()
             self._path, self._file_valid = path, 0
@@ -136,7 +140,7 @@ class InvalidRowLog:
             self.check_file()
 
     def check_file(self) -> None:
-        """Raise DataError if all rows of the current file are invalid: then the configuration is wrong."""
+        """Raise DataError if all rows of the current file are invalid so far: the configuration is wrong."""
         rows = self._file_invalid
         if not rows:
             return

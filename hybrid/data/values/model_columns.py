@@ -69,7 +69,7 @@ class ColumnReader:
         return numbers_B
 
     def seconds(self, name: str, key: str) -> Numbers:
-        """Return the times of a column, in seconds since 1970; reject rows without a time."""
+        """Return a column that divides rows by time, in seconds since 1970; reject rows without a time."""
         times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
@@ -96,11 +96,15 @@ class ColumnReader:
         return values.coded
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Compute a column of data.sparse; ArrowException if a file column has an unsupported type.
+        """Compute a column of data.sparse.
 
         Returns:
             The values, or the keys, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids
             as lists of float32, or None.
+
+        Raises:
+            ArrowException: a file column has an unsupported type.
+            ConfigError: a column with several values per row would be crossed.
         """
         if column.kind in ("value", "weighted"):
             if self.reads_keys and column.vocabulary.name == GROW and column.kind == "value":
@@ -109,14 +113,8 @@ class ColumnReader:
                     return column_values.parse_keys(integers, self.missing), None
             return self._ids(column)
         if column.kind == "cross":
-            values = []
-            for name in column.sources:
-                if is_list(self.column(name)):
-                    kind = self.columns[name].type
-                    raise pa.ArrowTypeError(f"column {name} holds {kind}, which cannot be crossed")
-                parsed = column_values.parse_values(self.columns[name], self.missing)
-                self._reject_values(parsed, name)
-                values.append(parsed.coded.dictionary_decode())
+            coded = [self.values(name, column.key("sparse")) for name in column.sources]
+            values = [each.dictionary_decode() for each in coded]
             # The result is null where one of the values is null.
             return pc.binary_join_element_wise(*values, _SEPARATOR).dictionary_encode(), None
         if column.kind == "buckets":
