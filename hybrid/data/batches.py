@@ -254,7 +254,8 @@ class ShuffledOrder:
         sizes = np.minimum(num_rows - self._chunks * CHUNK_ROWS, CHUNK_ROWS)
         edges = np.concatenate([[0], np.cumsum(sizes)])
         self._window_starts = np.append(edges[:-1:WINDOW_CHUNKS], num_rows)
-        self._window = -1, list[npt.NDArray[np.int64]]()  # index and lanes of the last window
+        self._window = -1  # index of the last window
+        self._lanes: list[npt.NDArray[np.int64]] = []  # the rows of its lanes
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the rows of a step, which has the positions ``start`` .. ``stop`` - 1 of the epoch.
@@ -266,11 +267,12 @@ class ShuffledOrder:
             window = int(np.searchsorted(self._window_starts, start, side="right")) - 1
             first, last = self._window_starts[window : window + 2].tolist()
             end = min(stop, last)
-            if self._window[0] != window:
-                self._window = window, self._shuffled_lanes(window, first, last)
-            before_L, starts_L, stops_L = (self._count_rows_L(each) for each in (first, start, end))
-            bounds = zip((starts_L - before_L).tolist(), (stops_L - before_L).tolist(), strict=True)
-            for of_lane, rows, (lane_start, lane_stop) in zip(chosen, self._window[1], bounds, strict=True):
+            if window != self._window:
+                self._window, self._lanes = window, self._shuffled_lanes(window, first, last)
+            before_L = self._count_rows_L(first)
+            starts = (self._count_rows_L(start) - before_L).tolist()
+            stops = (self._count_rows_L(end) - before_L).tolist()
+            for of_lane, rows, lane_start, lane_stop in zip(chosen, self._lanes, starts, stops, strict=True):
                 of_lane.append(rows[lane_start:lane_stop])
             start = end
         return np.concatenate([rows for of_lane in chosen for rows in of_lane])

@@ -89,8 +89,8 @@ class PreparedDataset:
     def ids_per_sample(self) -> dict[str, float]:
         """The mean number of ids of each multi-hot feature; other features have exactly one id."""
         names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
-        pairs = zip(names, self._samples.bags, strict=True)
-        return {name: len(ids_L) / max(1, self.num_samples) for name, (ids_L, *_) in pairs}
+        sizes = [len(bag.ids_L) / max(1, self.num_samples) for bag in self._samples.bags]
+        return dict(zip(names, sizes, strict=True))
 
     def count_ids(self, feature: int) -> Tensor:
         """Return how often each row of a table of fixed size occurs in samples of weight above 0, (rows,).
@@ -287,8 +287,8 @@ class SplitWriter:
     def __init__(self, arrays: Arrays, spec: InputSpec, start: SplitPosition) -> None:
         self._arrays = arrays
         self._row = start.row
-        multi_hot = [k for k, feature in enumerate(spec.sparse_features) if feature.multi_hot]
-        self._bag_ends = {k: int(start.values_K[k]) for k in multi_hot}
+        features = enumerate(spec.sparse_features)
+        self._bag_ends = {k: int(start.values_K[k]) for k, feature in features if feature.multi_hot}
         self.label_sums: list[LabelSums] = []
 
     def append(self, block: EncodedBlock, source_rows_B: npt.NDArray[np.int64]) -> None:

@@ -170,9 +170,8 @@ class UnknownValues:
     @property
     def is_excessive(self) -> bool:
         """Whether the fraction exceeds the expected one by more than 0.1, with at least 10 unknown values."""
-        if self.expected is None:
-            return False
-        return self.count >= _MIN_UNKNOWN and self.fraction > self.expected + _EXCESS
+        has_many = self.count >= _MIN_UNKNOWN
+        return has_many and self.expected is not None and self.fraction > self.expected + _EXCESS
 
 
 class EncodedBlock(NamedTuple):

@@ -142,7 +142,7 @@ class Quantiles:
                 self._weights = np.full(half, step)
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
-        """Return the inner bounds of equally full buckets, without duplicates or the lowest number."""
+        """Return the lower bounds of all but the lowest of equally full buckets; equal numbers share one."""
         if not len(self._values):
             return ()
         values, ends = self._sort()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -145,11 +145,14 @@ class FilesPreparation:
         ]
         reports = dict.fromkeys(self.config.data.splits, NO_INVALID_ROWS)
         all_pieces: list[Piece] = []
-        parsed = zip(jobs, self._map("reading", 0.62, self.parse_segment, jobs), strict=True)
-        for split, of_split in groupby(parsed, lambda each: each[0][0]):
+        parsed = self._map("reading", 0.62, self.parse_segment, jobs)
+        for split, of_split in segments.items():
+            if not of_split:  # its rows are held out from the training files
+                continue
             log, pieces = InvalidRowLog(self.config.data.max_invalid_fraction), list[Piece]()
             first_row = lines = 0
-            for (_, segment, _), (blocks, of_segment) in of_split:
+            for segment in of_split:
+                blocks, of_segment = next(parsed)
                 lines = lines if segment.start else 0
                 for block in blocks:
                     log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
@@ -160,7 +163,7 @@ class FilesPreparation:
             if split == TRAIN:
                 pieces = hold_out(self.config, pieces)
             elif not pieces:
-                names = ", ".join(dict.fromkeys(str(segment.path) for segment in segments[split]))
+                names = ", ".join(dict.fromkeys(str(segment.path) for segment in of_split))
                 raise DataError(f"{names}: no rows; check {PATH_KEYS[split]}")
             all_pieces += pieces
         return all_pieces, reports

@@ -56,15 +56,14 @@ class SyntheticBlock(NamedTuple):
     columns: dict[str, npt.NDArray[np.float32]]  # the columns that can be labels or weights, by name
 
     def targets(self, spec: TargetSpec) -> Targets:
-        named = self.columns
         tasks, data = spec.tasks.values(), spec.data
-        labels_BT = np.stack([named[task.label] for task in tasks], axis=1)
+        labels_BT = np.stack([self.columns[task.label] for task in tasks], axis=1)
         weights_BT, groups_B = None, None
         if spec.has_weights:
-            counts = [named[task.mask] if task.mask else np.ones_like(self.logits_B) for task in tasks]
+            counts = [self.columns[task.mask] if task.mask else np.ones_like(self.logits_B) for task in tasks]
             weights_BT = np.stack(counts, axis=1)
             if data.weight:
-                weights_BT = weights_BT * named[data.weight][:, None]
+                weights_BT = weights_BT * self.columns[data.weight][:, None]
         if data.group:
             groups_B = self.samples.ids_BK[:, CRITEO_SPARSE.index(data.group)].astype(np.int64)
         return Targets(labels_BT, weights_BT, groups_B)

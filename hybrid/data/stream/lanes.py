@@ -36,7 +36,7 @@ _KEPT_POSITIONS = 16
 
 
 def concatenate(parts: Sequence[EncodedBlock]) -> EncodedBlock:
-    """Return the samples of all parts, of which there is at least one; all have the same columns."""
+    """Return the samples of all parts, of which there is at least one; all have targets and equal columns."""
 
     def join(arrays: Iterable[Any]) -> Any:
         present = [array for array in arrays if array is not None]
@@ -44,10 +44,12 @@ def concatenate(parts: Sequence[EncodedBlock]) -> EncodedBlock:
 
     bags = []
     for of_parts in zip(*(part.bags for part in parts), strict=True):
-        ids, offsets, weights = zip(*of_parts, strict=True)
-        bags.append(EncodedBags(join(ids), np.append(0, join(map(np.diff, offsets)).cumsum()), join(weights)))
-    dense, ids, _, targets = zip(*parts, strict=True)
-    return EncodedBlock(join(dense), join(ids), tuple(bags), Targets(*map(join, zip(*targets, strict=True))))
+        lengths_B = join(np.diff(bag.offsets) for bag in of_parts)
+        ids_L, weights_L = join(bag.ids_L for bag in of_parts), join(bag.weights_L for bag in of_parts)
+        bags.append(EncodedBags(ids_L, np.append(0, lengths_B.cumsum()), weights_L))
+    targets = zip(*(part.targets or () for part in parts), strict=True)
+    dense_BF, ids_BK = join(part.dense_BF for part in parts), join(part.ids_BK for part in parts)
+    return EncodedBlock(dense_BF, ids_BK, tuple(bags), Targets(*map(join, targets)))
 
 
 class Lane:
@@ -71,9 +73,8 @@ class Lane:
         position: LanePosition,
         layout: Layout,
     ) -> None:
-        self._config, self._encoder, self._key, self._layout = config, encoder, key, layout
-        self._segments = segments
-        self.position = position
+        self._config, self._encoder, self._key = config, encoder, key
+        self._segments, self._layout, self.position = segments, layout, position
         self.log = InvalidRowLog(config.data.max_invalid_fraction)
         self.num_ready = 0
         # Blocks that are read: the segment, the row of the segment at which the block starts, the block.
@@ -83,11 +84,11 @@ class Lane:
     def read_ahead(self) -> bool:
         """Read the next block; return False if there is none."""
         block = next(self._blocks, None)
-        if block is None:
-            return False
-        self._ready.append(block)
-        self.num_ready += block[2].size
-        return True
+        if block is not None:
+            self._ready.append(block)
+            _, _, samples = block
+            self.num_ready += samples.size
+        return block is not None
 
     def take(self, end: int) -> list[EncodedBlock]:
         """Return rows until ``end`` rows are returned in all: at least one, unless the lane has ended."""
