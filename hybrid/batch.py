@@ -202,12 +202,12 @@ def slice_bounds(
     return (start, stop) if ends_G is None else group_bounds(ends_G, start, stop)
 
 
-def padding_bounds(size: int, start: int, stop: int, least: int) -> tuple[int, int]:
-    """Return the range of further samples that extends the slice ``start : stop`` to ``least`` samples.
+def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int, int]:
+    """Return the range of further samples that extends the slice ``start : stop`` to ``min_size`` samples.
 
     The range is after the slice, or before the slice if the batch of ``size`` samples ends too early.
     """
-    missing = max(0, min(least, size) - (stop - start))
+    missing = max(0, min(min_size, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)
     return first, first + missing
 

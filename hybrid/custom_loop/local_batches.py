@@ -509,7 +509,7 @@ class PreparedData(EncodedData):
             shuffle=self.is_shuffled,
             lanes=config.data.shuffle_lanes if self.is_shuffled else 0,
             by_group=slicing.whole is not None,
-            least=1,
+            min_size=1,
             drop_last=slicing.drop_last,
         )
         with loader.batches(epoch, first_sample) as stream:

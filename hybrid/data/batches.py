@@ -78,7 +78,7 @@ class BatchLoader:
     shuffle: bool = False  # whether to draw a new order each epoch; otherwise rows come in file order
     lanes: int = 0  # the number of lanes of the shuffle (ShuffledOrder); 0 for none
     by_group: bool = False  # whether groups stay complete
-    least: int = 0  # minimum size of a slice; a smaller one is padded with other samples of the step
+    min_size: int = 0  # of a slice; a smaller one is padded with other samples of the step
     drop_last: bool = False  # whether to leave out the samples of a smaller last step
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class BatchLoader:
                 continue
             start, stop = slice_bounds(len(rows), self.trainer_index, self.num_trainers, ends_G)
             local = rows[start:stop]
-            first, last = padding_bounds(len(rows), start, stop, self.least)
+            first, last = padding_bounds(len(rows), start, stop, self.min_size)
             if first < last:
                 local = np.concatenate([local, rows[first:last]])
             yield self.dataset.gather(local, len(rows))._replace(
@@ -130,7 +130,7 @@ class BatchLoader:
 
 
 class GroupedOrder:
-    """The rows of a split by group, for an order of the groups; takes 16 bytes of memory per group.
+    """The rows of a split, group by group, in a given order of its groups; takes 16 bytes per group.
 
     ::
 
@@ -194,7 +194,7 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
         raise item
 
     def close(self) -> None:
-        """Stop the thread after the batch that it reads, for which this waits 5 s; discard read batches."""
+        """Stop the thread, after at most 5 s for the batch that it reads; discard batches read ahead."""
         self._is_over.set()
         self._free.release()
         self._thread.join(timeout=JOIN_TIMEOUT_SECONDS)

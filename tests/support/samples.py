@@ -14,14 +14,7 @@ from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, DataSection, RunConfig, TableSection, TaskSection
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.fitting import (
-    BlockStatistics,
-    FittedStatistics,
-    ValueCounts,
-    fit_encoder,
-    group_by_vocabulary,
-    rank,
-)
+from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary, rank
 from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import list_files
@@ -112,15 +105,12 @@ def fit(
     tables: Mapping[str, TableSection] = MappingProxyType({}),
 ) -> FeatureEncoder:
     """Return an encoder fitted on some blocks."""
-    layout = Layout.of(data, columns, with_labels=False)
-    statistics = FittedStatistics(layout)
-    counts: dict[str, list[ValueCounts]] = {}
-    for block in blocks:
-        statistics.add(BlockStatistics.of(block, layout))
-        for name, group in group_by_vocabulary(layout.sparse, tables).items():
-            counts.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
-    ranked = {name: rank(each) for name, each in counts.items()}
-    return fit_encoder(layout, tables, statistics, ranked)
+    layout, blocks = Layout.of(data, columns, with_labels=False), [*blocks]
+    ranked = {
+        name: rank([ValueCounts.of(block.sparse[k]) for block in blocks for k in group])
+        for name, group in group_by_vocabulary(layout.sparse, tables).items()
+    }
+    return fit_encoder(layout, tables, FittedStatistics.of(layout, blocks), ranked)
 
 
 def located(report: InvalidRowReport, path: Path) -> list[str]:

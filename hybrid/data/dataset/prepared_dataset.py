@@ -112,11 +112,13 @@ class PreparedDataset:
         return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the total weights of the groups of ``rows`` by task; the groups must be complete."""
-        labels_BT, weights_BT, groups_B, _ = self._targets.select(rows)
-        assert groups_B is not None
-        weights = None if weights_BT is None else torch.from_numpy(weights_BT)
-        return ranking_totals(torch.from_numpy(labels_BT), weights, torch.from_numpy(groups_B))
+        """Return the total weight of the complete groups of ``rows`` by task; see ``ranking_totals``."""
+        targets = self._targets.select(rows)
+        assert targets.groups_B is not None
+        weights = None if targets.weights_BT is None else torch.from_numpy(targets.weights_BT)
+        return ranking_totals(
+            torch.from_numpy(targets.labels_BT), weights, torch.from_numpy(targets.groups_B)
+        )
 
     def gather(self, rows: npt.NDArray[np.int64], global_size: int) -> Batch:
         """Return the samples ``rows`` (B,), in this order, a slice of a step of ``global_size`` samples."""
@@ -181,15 +183,13 @@ def sparse_features(
 
 def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
     """Return all samples of a block; without targets, labels are NaN."""
-    size = block.size
-    labels_BT, weights_BT, groups_B, times_B = block.targets or Targets(
-        np.full((size, 1), np.nan, np.float32)
-    )
+    targets = block.targets or Targets(np.full((block.size, 1), np.nan, np.float32))
+    weights_BT, groups_B, times_B = targets.weights_BT, targets.groups_B, targets.times_B
     return Batch(
         torch.from_numpy(block.dense_BF),
         sparse_features(block.ids_BK, block.bags, spec.sparse_features),
-        _by_task(labels_BT),
-        size,
+        _by_task(targets.labels_BT),
+        block.size,
         weights=None if weights_BT is None else _by_task(weights_BT),
         groups=None if groups_B is None else torch.from_numpy(groups_B),
         event_time=-np.inf if times_B is None else float(times_B.max(initial=-np.inf)),

@@ -262,7 +262,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Return a mask: if all values are dates in digits, such as 20240131, or missing, those not missing."""
+    """Mask the values that are not missing, if all are dates in digits such as 20240131; else no value."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
