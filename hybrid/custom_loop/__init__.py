@@ -1,10 +1,11 @@
 """Custom training loops: a script's module and loop on a cluster, or in one process.
 
-Data flow of an id, module by module::
+The modules, first those that a batch passes through::
 
     cluster            the interface of a script: connect, distribute, batches, backward, checkpoints
     local_batches      the script's batches, or prepared data, cut into one slice per trainer
     stream_data        the rows of a stream, of which each trainer reads its lanes
+    drawn_negatives    items drawn in each step, which are added to the batch
     embedding_modules  a table is called with ids of the slice
     training_loop      the step: vectors of the calls, backward pass, update decision, optimizer
     step_states        the states of the loop, and the calls that each state permits

@@ -38,16 +38,16 @@ from hybrid.storage.remote_path import StoragePath, parse_path
 
 
 def connect(config: str | Path | None = None) -> Cluster:
-    """Return the cluster of this trainer; without ``hybrid run``, a cluster of one process.
+    """Return the cluster of a script that ``hybrid run`` started; otherwise a cluster of this process only.
 
     The call seeds torch with ``run.seed``, so all trainers, and a single process, build the same module.
 
     Args:
-        config: TOML file for a single process; a cluster uses the configuration that it was started with. If
-            the section [data] of the file differs, there is a warning.
+        config: TOML file for a single process; None for the default configuration. Under ``hybrid run``, the
+            configuration of the run applies, and a file with another section [data] causes a warning.
 
     Raises:
-        ConfigError: the file has an error.
+        ConfigError: the file is missing or invalid.
     """
     choose_compile_cache()
     backend = BACKEND.get(None) or SingleProcess(load_config(None if config is None else Path(config)))
@@ -69,13 +69,13 @@ class Cluster:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._loop: TrainingLoop | None = None
-        # The run folder of `resume`, the objects whose states it stores, and the interval of checkpoints.
+        # The arguments of `resume`.
         self._root: StoragePath | None = None
         self._objects: Sequence[Stateful] = ()
         self._every_steps = 0
         self._data_source = ""  # location of the data of :meth:`prepare`
         self._stream: StreamData | None = None
-        self._num_epochs = 0
+        self._num_epochs = 0  # argument of :meth:`epochs`
         self._saved_step = 0  # of the newest checkpoint; 0 if there is none
         self._resumed_step = 0
         self._log: ScriptLog | None = None
@@ -86,7 +86,7 @@ class Cluster:
         self.world_size = backend.group.size()
 
     def prepare(self, *splits: str) -> tuple[PreparedData, ...]:
-        """Return the samples of some splits of the configuration's section [data].
+        """Return the samples of each of ``splits``, as the configuration's section [data] describes them.
 
         All trainers call it together. The master reads the files once and stores arrays. Each trainer reads
         its slice of the arrays.
@@ -95,7 +95,8 @@ class Cluster:
             splits: any of "train", "validation" (``data.validation``) and "test"; by default train and test.
 
         Raises:
-            ConfigError, DataError: the data cannot be prepared. On a cluster, the run ends instead.
+            ConfigError: the configuration has no such split, or two columns of a batch have the same name.
+            ConfigError, DataError: the data cannot be prepared. Under ``hybrid run``, the run ends instead.
         """
         source, config = self._backend.prepare_data(), self._backend.config
         self._data_source = source
@@ -113,11 +114,11 @@ class Cluster:
     def stream(self) -> StreamData:
         """Return the rows of the files or topic of ``data.stream``, for :meth:`batches`.
 
-        All trainers call it together, before :meth:`resume`. It waits for the first file or folder, and reads
-        a sample of it. ``train.batch_size`` is the number of samples of a step.
+        All trainers call it together, before :meth:`resume`. It waits for the first rows, and fits the
+        encoding of columns on a sample of them. Each batch has ``train.batch_size`` samples.
 
         Raises:
-            ConfigError: the configuration has no stream.
+            ConfigError: the configuration has no stream, or a column is missing.
             DataError: there are no rows, or they cannot be read.
             RuntimeError: the script has already called :meth:`resume`.
         """
@@ -127,13 +128,15 @@ class Cluster:
         return self._stream
 
     def distribute(self, module: nn.Module) -> Distributed:
-        """Place the tables of ``module`` on the workers, and wrap the rest in DDP.
+        """Place the tables of ``module`` on the workers, wrap the rest in DDP, and return the module to call.
 
         All trainers call it together. All replicas get the parameters of trainer 0. Afterwards, ``step()`` of
         a ``torch.optim`` optimizer of these parameters is part of the step of all trainers and tables. All
         gradients are scaled or dropped together, by ``train.clip_norm`` and ``train.non_finite``.
 
         Raises:
+            ConfigError: a key does not apply to custom loops, or to a table of the module.
+            DataError: the module has no tables, or the file of a table's initial rows cannot be read.
             RuntimeError: a module is already distributed.
         """
         if self._loop is not None:
@@ -152,24 +155,28 @@ class Cluster:
     ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
-        Under ``torch.no_grad()``, batches are for evaluation. Tensors are on the device of the module. If a
-        trainer's slice would be empty, the trainer gets a copy of a sample of the batch. :meth:`backward`,
-        :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out copies.
+        Batches are for training, or under ``torch.no_grad()`` for evaluation. Tensors are on the device of
+        the module. If a trainer's slice would be empty, the trainer gets a copy of another sample of the
+        batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
                 samples; or a result of :meth:`prepare` or :meth:`stream`. Numbers, texts and None are passed
                 on. A stream is read once; a further pass continues where the last one was left.
-            size: number of samples per batch over all trainers; by default, batches keep their sizes.
-            whole: column with a group number per sample, for ranking losses. The samples of a group must be
-                adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
+            size: number of samples per batch over all trainers. By default, batches of an iterable keep their
+                sizes, a dict is one batch, and prepared data have batches of ``train.batch_size`` samples.
+            whole: column with a group number per sample, for ranking losses; "group" for prepared data. The
+                samples of a group must be adjacent. A group is not split between trainers, nor between
+                batches, which therefore have only about ``size`` samples.
             drop_last: whether to leave out a last batch of fewer than ``size`` samples.
             negatives: items to draw in each step, by the name of the column that gets their ids (N,). The
                 column ``NAME.log_q`` gets the logarithms of their probabilities. Batches must be dicts.
 
         Raises:
-            DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
-            RuntimeError: a stream is evaluated, or read in :meth:`epochs`.
+            DataError: a batch is invalid, or another one than on other trainers; or the samples of a group of
+                ``whole`` are not adjacent, or more than ``size``.
+            RuntimeError: a stream is evaluated, or read in :meth:`epochs`; or a batch was not trained.
+            ValueError: ``size`` is below 1; ``drop_last`` lacks a size; or a stream is given other options.
         """
         if isinstance(data, StreamData):
             if size is not None or whole is not None or drop_last:
@@ -236,16 +243,19 @@ class Cluster:
             more: other losses, each with its weights or None; their means are added.
 
         Raises:
-            DataError: there is not one value, or weight, per sample.
+            ConfigError: there are weights, and ``train.micro_batches`` is not 1.
+            DataError: there is not one value, or valid weight, per sample.
             NonFiniteError: the loss is not finite (``train.non_finite``).
+            RuntimeError: there is no new batch, or the loss does not depend on the module.
         """
         self._require_loop().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
-        """Return the mean of the values, of any shape, of all trainers; NaN without values.
+        """Return the mean over the values of all trainers; NaN if there are none. All trainers call it.
 
-        Repeated samples of :meth:`batches` are left out if ``values`` has one entry per sample of the last
-        batch, or of all batches of the pass.
+        Args:
+            values: of any shape. Copies of samples (see :meth:`batches`) are left out if there is one entry
+                per sample of this trainer's last slice, or of all its slices of the pass.
         """
         values = self._require_loop().pass_sizes.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
@@ -253,22 +263,27 @@ class Cluster:
         return total / count if count else math.nan
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return all trainers' values, (samples, ...), in the order of the batch, on the CPU.
+        """Concatenate the values of all trainers, (samples, ...), on the CPU. All trainers call it.
 
-        Repeated samples of :meth:`batches` are left out, as in :meth:`mean`.
-        A tensor that requires gradients stays on its device and gets the gradients of all trainers. Use the
-        result for losses that compare samples of the batch. Every trainer must then use it in its loss.
+        The values of one batch are in the order of its samples. Copies of samples are left out, as in
+        :meth:`mean`. A tensor that requires gradients stays on its device and gets the gradients of all
+        trainers, for losses that compare samples of the batch. Every trainer must then use the result in its
+        loss.
+
+        Raises:
+            DataError: ``values`` is a scalar.
         """
         loop = self._require_loop()
         return loop.trainers.gather(loop.pass_sizes.without_padding(values))
 
     def evaluate(self, data: Any, size: int | None = None) -> Metrics:
-        """Return the metrics of configured runs for samples of all trainers; all trainers call it together.
+        """Return the metrics of configured runs over the samples of ``data``; all trainers call it together.
 
         The module is called with each batch, in evaluation mode and without gradients. It returns outputs
         (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
-        there is one task ``label`` of binary labels, whose outputs are logits. With :meth:`resume`, the best
-        evaluation by ``checkpoint.keep_best`` keeps its checkpoint.
+        there is one task ``label`` of binary labels, whose outputs are logits. After :meth:`resume`, the
+        checkpoint of the best evaluation by ``checkpoint.keep_best`` is kept. A restarted script gets the
+        results of earlier evaluations from its checkpoint.
 
         Args:
             data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task, and
@@ -328,6 +343,8 @@ class Cluster:
         Raises:
             CheckpointError: the checkpoint is of another model, or all are damaged.
             ConfigError: another run uses the folder, or it cannot be created.
+            RuntimeError: a step has begun, or the script has already called it.
+            ValueError: ``every_steps`` is below 1.
         """
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
@@ -412,8 +429,11 @@ class Cluster:
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
         """Write a checkpoint between two steps, if it is due; remove old ones.
 
-        A checkpoint is also due if the script waits for the next unit of a stream. If it cannot be written,
-        there is a warning, and the script continues. Only the last checkpoint must succeed.
+        A checkpoint that cannot be written causes a warning, unless it is the last one.
+
+        Args:
+            is_last: whether the script ends; a checkpoint is then due.
+            is_waiting: whether the script waits for the next unit of a stream; a checkpoint is then due.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written.
@@ -455,6 +475,7 @@ class Cluster:
 
         Raises:
             CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
+            DataError: the state of an object has a value that a checkpoint cannot store.
             RuntimeError: a step has begun.
         """
         self._save(parse_path(folder), objects)
@@ -517,10 +538,10 @@ class Cluster:
         return progress
 
     def plain_module(self) -> nn.Module:
-        """Return a copy of the module with ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.
+        """Return a copy of the module in which ``nn.Embedding`` and ``nn.EmbeddingBag`` hold all rows.
 
-        The copy needs memory for all rows, but neither a cluster nor this package. You can save, export or
-        serve it.
+        The copy is on the CPU. It needs memory for all rows, but neither a cluster nor this package. You can
+        save, export or serve it.
 
         Raises:
             RuntimeError: a table grows; only checkpoints have its keys.

@@ -3,7 +3,7 @@
 The workers hold and update the rows, which are no parameters of the module. Each table has an optimizer. A
 table can be called after the module that contains it is distributed.
 
-The optimizers of tables have the names and arguments of ``torch.optim``. With ``all_rows``, a step updates
+Optimizers that ``torch.optim`` has, too, have its names and arguments. With ``all_rows``, a step updates
 every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step updates only rows of its batch.
 ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
@@ -139,8 +139,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: identifies memory and content of the ids; equal keys mean equal ids. While a call exists, no
-            other tensor can be at the addresses of its tensors.
+        key: made of the addresses and layouts of the tensors, and of their version counters. While the call
+            exists, a call with an equal key has the same tensors, which have not been changed in between.
     """
 
     module: TableModule
@@ -155,7 +155,7 @@ class TableCall:
 
 
 def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """Return the address and layout of a tensor, and a number that changes with its content."""
+    """Return the address and layout of a tensor, and a number that a change in place changes."""
     if tensor is None:
         return None
     # Inference tensors have no version counter.
@@ -184,9 +184,15 @@ class TableModule(nn.Module):
             nested column is as in ``"features['user']"``. The name of a column of a tuple is its index, such
             as ``"0"``. If the batch is one tensor, its name is ``""``.
 
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+
     Attributes:
         name: path of the table in the distributed module; empty before the module is distributed.
+        pooling: how a bag becomes a vector; None if there is a vector for each id.
     """
+
+    pooling: Pooling | None = None
 
     def __init__(
         self,
@@ -254,6 +260,7 @@ class TableModule(nn.Module):
 
         Raises:
             DataError: the file has no matrix.
+            ValueError: frozen rows are given an optimizer, or another option is invalid.
         """
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
@@ -295,7 +302,7 @@ class TableModule(nn.Module):
         """Set the table's name, and the training loop that looks up its vectors.
 
         Raises:
-            RuntimeError: the table has a loop.
+            RuntimeError: the table is already bound to a loop.
         """
         if self._loop is not None:
             raise RuntimeError(f"table {self.name} is already distributed: build the module again")
@@ -307,8 +314,10 @@ class TableModule(nn.Module):
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
         """Return one call per column in ``ids``, with the weights from the column in ``weights``.
 
+        In an evaluation, columns that the batch lacks are left out.
+
         Raises:
-            DataError: the batch has no such column. Batches of evaluations need not have all columns.
+            DataError: a batch of a training pass lacks a column.
         """
         missing = [name for name in (*self.ids, *self.weights) if name not in columns]
         if missing and torch.is_grad_enabled():
@@ -319,11 +328,18 @@ class TableModule(nn.Module):
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
         """Check the arguments of ``forward``, and return them as a call."""
-        raise NotImplementedError
+        return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
         """Return the lookup of a call: its ids without padding, as int64 in one dimension."""
-        raise NotImplementedError
+        # Bags that the module pools itself have flat ids without offsets.
+        if self.pooling is None or (call.offsets is None and call.ids.dim() == 1):
+            is_padding = self._is_padding(call.ids)
+            ids = call.ids if is_padding is None else call.ids[~is_padding]
+            return self.name, Bags(self._rows(_as_ids(ids)))
+        ids_L, offsets, weights_L = self._without_padding(call)
+        weights_L = None if weights_L is None else weights_L.detach().cpu()
+        return self.name, Bags(self._rows(ids_L), offsets, weights_L, self.pooling)
 
     def _vectors(self, call: TableCall) -> Tensor:
         if self._loop is None:
@@ -346,6 +362,20 @@ class TableModule(nn.Module):
         is_padding = ids == self.padding_idx
         return is_padding if bool(is_padding.any()) else None
 
+    def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ids and weights of bags without padding, flat, and their offsets as in :class:`Bags`."""
+        ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
+        if offsets is None:
+            offsets = torch.arange(len(ids) + 1) * ids.shape[1]
+        elif not call.has_end:
+            offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+        offsets = offsets.to("cpu", torch.int64).contiguous()
+        if (is_padding := self._is_padding(ids)) is not None:
+            kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), (~is_padding).reshape(-1).cumsum(0)])
+            ids, offsets = ids[~is_padding], kept_before[offsets]
+            weights = None if weights is None else weights[(~is_padding).to(weights.device)]
+        return _as_ids(ids), offsets, None if weights is None else weights.reshape(-1)
+
 
 class Embedding(TableModule):
     """A vector for each id, like ``torch.nn.Embedding``."""
@@ -364,14 +394,6 @@ class Embedding(TableModule):
             vectors_LD = empty_LD.index_copy(0, positions, vectors_LD)
         return vectors_LD.view(*flat.shape, self.embedding_dim)
 
-    def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
-        return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
-
-    def request(self, call: TableCall) -> TableRequest:
-        is_padding = self._is_padding(call.ids)
-        ids = call.ids if is_padding is None else call.ids[~is_padding]
-        return self.name, Bags(self._rows(_as_ids(ids)))
-
 
 class EmbeddingBag(TableModule):
     """One vector for each bag of ids, like ``torch.nn.EmbeddingBag``; zeros for an empty bag.
@@ -383,6 +405,8 @@ class EmbeddingBag(TableModule):
         pooled_by: the roles that pool bags: the "workers" that hold the rows, or the "trainers", which fetch
             each distinct row of a call once. Trainers need fewer bytes if rows occur in many bags.
     """
+
+    pooling: Pooling
 
     def __init__(
         self,
@@ -464,27 +488,6 @@ class EmbeddingBag(TableModule):
                 f"ids of shape {list(ids.shape)}: flat ids need offsets, ids of shape (bags, ids) take none"
             )
         return TableCall(self, ids, offsets, weights, self.include_last_offset)
-
-    def request(self, call: TableCall) -> TableRequest:
-        if call.offsets is None and call.ids.dim() == 1:  # from a forward call that pools the rows itself
-            return self.name, Bags(self._rows(call.ids))
-        ids_L, offsets, weights_L = self._without_padding(call)
-        weights_L = None if weights_L is None else weights_L.detach().cpu()
-        return self.name, Bags(self._rows(ids_L), offsets, weights_L, self.pooling)
-
-    def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return flat ids, offsets (int64, as in :class:`Bags`) and weights of a call, without padding."""
-        ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
-        if offsets is None:
-            offsets = torch.arange(len(ids) + 1) * ids.shape[1]
-        elif not call.has_end:
-            offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
-        offsets = offsets.to("cpu", torch.int64).contiguous()
-        if (is_padding := self._is_padding(ids)) is not None:
-            kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), (~is_padding).reshape(-1).cumsum(0)])
-            ids, offsets = ids[~is_padding], kept_before[offsets]
-            weights = None if weights is None else weights[(~is_padding).to(weights.device)]
-        return _as_ids(ids), offsets, None if weights is None else weights.reshape(-1)
 
 
 def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None:

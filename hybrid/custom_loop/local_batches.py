@@ -2,10 +2,10 @@
 
 A batch is a structure of dicts, lists and tuples whose tensors have samples as their first dimension; a
 :class:`Jagged` has any number of values per sample. Numbers, texts and None belong to the whole batch. All
-trainers read the same global batches. Each trainer takes a contiguous slice. If the slice is too short for
-the module, it is padded with other samples of the batch. Padding has no effect on the loss, and looks up only
-rows that the batch reads anyway. If groups must not be split, the last sample of a group selects the batch
-and the slice (``hybrid/primitives/grouping.py``).
+trainers iterate over the same global batches. Each trainer takes a contiguous slice. An empty slice is padded
+with one other sample of the batch, since modules need not accept empty batches. Padding has no effect on the
+loss, and looks up only rows that the batch reads anyway. If groups must not be split, the last sample of a
+group selects the batch and the slice (``hybrid/primitives/grouping.py``).
 """
 
 from __future__ import annotations
@@ -52,8 +52,13 @@ class PassSizes:
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Remove the padding from values whose number is that of the last slice or of the whole pass."""
-        for slices in (self.sizes[-1:], self.sizes) if self.is_padded and values.dim() else ():
+        """Return the values without those of padding.
+
+        If there is neither one value per sample of the last slice, nor of all slices, ``values`` is returned.
+        """
+        if not self.is_padded or not values.dim():
+            return values
+        for slices in (self.sizes[-1:], self.sizes):
             sizes, padded_sizes = zip(*slices, strict=True)
             if len(values) == sum(padded_sizes):
                 pairs = zip(values.split(padded_sizes), sizes, strict=True)
@@ -68,6 +73,7 @@ class Slicing:
     Args:
         size, whole, drop_last: see :meth:`Cluster.batches`.
         tables: the tables whose columns are looked up before the module runs.
+        device: on which the script gets the tensors.
     """
 
     size: int | None = None
@@ -76,6 +82,7 @@ class Slicing:
     trainer: int = 0
     num_trainers: int = 1
     tables: Sequence[TableModule] = ()
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -86,8 +93,7 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches; for an empty slice, another sample.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        checksum: see :func:`checksum`; 0 if this trainer reads only its slice.
-        device: on which the script gets the tensors.
+        checksum: see :func:`checksum`; 0 if no two trainers read the same samples.
         drawn: columns that all trainers and micro-batches share; their first dimension is not the sample.
     """
 
@@ -96,7 +102,6 @@ class LocalBatch:
     global_size: int
     slicing: Slicing
     checksum: int = 0
-    device: torch.device = torch.device("cpu")
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -115,14 +120,15 @@ class LocalBatch:
 
     @cached_property
     def device_columns(self) -> Any:
-        """The columns on the device. ``columns`` keeps the ids for lookups on the CPU, too."""
-        if self.device.type == "cpu":
+        """The columns on the device of the script."""
+        device = self.slicing.device
+        if device.type == "cpu":
             return self.columns
 
         def move(_: str, column: Any) -> Any:
             if isinstance(column, Jagged):
-                return Jagged(*(each.to(self.device) for each in column))
-            return column.to(self.device) if isinstance(column, Tensor) else column
+                return Jagged(*(each.to(device) for each in column))
+            return column.to(device) if isinstance(column, Tensor) else column
 
         return _map_columns(move, self.columns)
 
@@ -133,7 +139,7 @@ class LocalBatch:
 
     @cached_property
     def calls(self) -> list[TableCall]:
-        """The table calls with the columns in ``ids`` of each table; looked up before the module runs."""
+        """One call of a table for each column in the table's ``ids``; looked up before the module runs."""
         return self._calls(self.device_columns)
 
     def _calls(self, values: Any) -> list[TableCall]:
@@ -142,12 +148,12 @@ class LocalBatch:
 
     @property
     def sparse_features(self) -> list[TableRequest]:
-        """The lookups of :attr:`calls`."""
+        """The lookups of :attr:`calls`, by ids on the CPU."""
         calls = self.calls if self.device_columns is self.columns else self._calls(self.columns)
         return [call.module.request(call) for call in calls]
 
     def split(self, count: int) -> list[LocalBatch]:
-        """Split into ``count`` micro-batches; a micro-batch may consist of padding only."""
+        """Split into ``count`` micro-batches; an empty micro-batch gets one sample of padding."""
         if count == 1:
             return [self]
         ends_G, whole = None, self.slicing.whole
@@ -164,7 +170,7 @@ def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBat
     """Yield a trainer's slice of each global batch.
 
     Raises:
-        DataError: the samples of a group are not adjacent in a batch.
+        DataError: a batch is invalid, or the samples of a group are not adjacent in a batch.
     """
     whole, num_trainers = slicing.whole, slicing.num_trainers
     for number, batch in enumerate(batches):
@@ -184,10 +190,13 @@ def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBat
 
 
 def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
-    """Yield the batches of a dict, tensor or :class:`Jagged` with all samples, or of an iterable of batches.
+    """Yield the global batches of ``data``, of ``slicing.size`` samples if that is set.
+
+    Args:
+        data: a dict, tensor or :class:`Jagged` with all samples, or an iterable of batches.
 
     Raises:
-        DataError: ``data`` has another type, or a group is larger than a batch.
+        DataError: ``data`` has another type, batches cannot be joined, or a group is larger than a batch.
     """
     if isinstance(data, Mapping | Jagged | Tensor):
         data = [data]
@@ -287,14 +296,17 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``; for a sequence of batches, their number; -1 if unknown."""
+    """Return the number of samples in ``data``; for a sequence of batches, their number; -1 if unknown.
+
+    A DataLoader has the samples of its data set.
+    """
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
 
 
 def division(data: Any, slicing: Slicing) -> tuple[int, int]:
-    """Return the number of full batches, and the size of the smaller last batch or 0. Unknown is (0, 0)."""
+    """Return the number of full batches, and the size of a smaller last batch, else 0; (0, 0) if unknown."""
     size, drop_last = slicing.size, slicing.drop_last
     if isinstance(data, DataLoader) and size is None:
         size, drop_last = data.batch_size, data.drop_last
@@ -312,7 +324,7 @@ def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Itera
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return the samples from ``start`` to ``stop``, or if there are none, another sample of the batch."""
+    """Return the samples from ``start`` to ``stop`` of ``size``; if there are none, another sample."""
     first, last = padding_bounds(size, start, stop, 1)
     return cut(batch, first, last) if first < last else cut(batch, start, stop)
 
@@ -392,20 +404,20 @@ def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") ->
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
         return function(path, *batches)
 
+    if isinstance(batch, list | tuple) and not any(
+        isinstance(each, Tensor | Mapping | list | tuple) for each in batch
+    ):
+        return function(path, *batches)
+    if any(_keys(other) != _keys(batch) for other in batches[1:]):
+        raise DataError("batches of different structures cannot be joined into batches of another size")
+
     def mapped(key: Any) -> Any:
-        try:
-            values = [each[key] for each in batches]
-        except (LookupError, TypeError):
-            values = []
-        if not values or any(len(each) != len(batch) for each in batches):
-            raise DataError("batches of different structures cannot be joined into batches of another size")
-        return _map_columns(function, *values, path=f"{path}[{key!r}]" if path else str(key))
+        inner = f"{path}[{key!r}]" if path else str(key)
+        return _map_columns(function, *(each[key] for each in batches), path=inner)
 
     if isinstance(batch, Mapping):
         return {name: mapped(name) for name in batch}
     if isinstance(batch, list | tuple):
-        if not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
-            return function(path, *batches)
         results = [mapped(index) for index in range(len(batch))]
         return type(batch)(*results) if hasattr(batch, "_fields") else type(batch)(results)
     if not isinstance(batch, Tensor | str | bytes | int | float | None):
@@ -421,8 +433,15 @@ def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") ->
     return batch
 
 
+def _keys(batch: Any) -> Any:
+    """Return what :func:`_map_columns` indexes ``batch`` with; None for a value that has no parts."""
+    if isinstance(batch, Mapping):
+        return batch.keys()
+    return range(len(batch)) if isinstance(batch, list | tuple) else None
+
+
 class EncodedData:
-    """Encoded samples, for :meth:`Cluster.batches`. A batch is a dict:
+    """Samples of the section [data], whose batches (:meth:`Cluster.batches`) are dicts of encoded columns:
 
     ================ ===================================================================================
     ``dense``        numeric columns, (samples, columns)
@@ -438,11 +457,12 @@ class EncodedData:
 
     @property
     def input_spec(self) -> InputSpec:
+        """The columns, and the number of rows of each sparse column."""
         raise NotImplementedError
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Number of rows that the table of each sparse column needs."""
+        """Number of rows that the table of each sparse column needs; 0 for a growing table."""
         return {each.name: each.num_rows for each in self.input_spec.sparse_features}
 
     @property
@@ -490,10 +510,10 @@ class PreparedData(EncodedData):
         return self.dataset.input_spec
 
     def slices(self, slicing: Slicing, epoch: int = 0, first_sample: int = 0) -> Iterator[LocalBatch]:
-        """Yield a trainer's slice of each batch of a pass, starting at ``first_sample``.
+        """Yield a trainer's slice of each batch of pass ``epoch``, starting at ``first_sample``.
 
         Raises:
-            DataError: ``whole`` is not ``group``.
+            DataError: ``slicing.whole`` is another column than ``group``, or the split has no groups.
         """
         if slicing.whole not in (None, GROUP):
             raise DataError(

@@ -75,9 +75,10 @@ _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 @cache
 def _call_before_steps() -> None:
-    """Make every optimizer call the loops before its step, from the first loop of the process on.
+    """Register a hook that calls every loop before each step of any optimizer.
 
-    Removing the hook of a loop that is garbage could disturb an optimizer that iterates over its hooks.
+    One hook serves all loops and stays registered: if the hook of a loop were removed when the loop is
+    garbage, an optimizer that iterates over its hooks could fail.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -93,7 +94,8 @@ class CallVectors:
 
     call: TableCall  # keeps its tensors, so that no other call gets its key
     vectors: Tensor
-    version: int | None = None  # version counter of the vectors when the module received them; None before
+    # Version counter of the vectors when they were returned to the module; None before that, and for copies.
+    version: int | None = None
 
     @property
     def is_changed(self) -> bool:
@@ -106,27 +108,37 @@ class CurrentBatch:
     """The batch or micro-batch that the script has, and its lookups."""
 
     ticket: Ticket
-    # Empty for a call of the module without a batch.
+    # Without samples if the script calls the module on its own tensors.
     batch: LocalBatch = field(default_factory=lambda: LocalBatch({}, 0, 0, Slicing()))
     # The lookup that was sent before the script got the batch; None after its vectors are used.
     prefetched: Lookup | None = None
     is_last: bool = False  # whether it is the last micro-batch of a step
-    # Number of lookups with gradients in the step. The backward pass adds the lookups of this batch.
+    # Number of the step's lookups whose gradients are sent; the backward pass adds those of this batch.
     num_lookups: int = 0
     vectors: dict[object, CallVectors] = field(default_factory=dict)  # by key of the call
     # For each used lookup, its zero output; see ModuleTables.lookup.
     zeros: list[Tensor] = field(default_factory=list)
-    # Factor of the step's gradients; None before it is decided, and to skip the step.
+    # Factor of the step's gradients; None until it is decided, and if the step is dropped.
     scale: float | None = None
     optimizers: set[int] = field(default_factory=set)  # ids of the optimizers that have taken the step
 
 
 class TrainingLoop:
-    """The steps of one trainer.
+    """The steps of one trainer, which the script drives by calls of ``Cluster`` and of its optimizers.
+
+    Args:
+        net: the module of the script; its tables are created on the workers.
+
+    Raises:
+        ConfigError: a key does not apply to custom loops or to a table of the module.
+        DataError: the module has no tables.
+        RuntimeError: a table is already distributed.
 
     Attributes:
+        device: the device of the module.
         model: the module under DDP, and its gradients.
         placed: the tables of the module.
+        trainers: collective operations of all trainers.
         history: the passes over training batches.
         warnings: warnings about the script.
         optimizers: the optimizers of the module's parameters, in the order of first use.
@@ -221,17 +233,21 @@ class TrainingLoop:
         return self._training is not None
 
     def advance(self, call: StepCall) -> None:
-        """Change the state after a call; RuntimeError if the state does not permit it."""
+        """Change the state as ``call`` does; RuntimeError if the state does not permit the call."""
         self._state = call.state_after(self._state, self.step)
 
     def _current(self, call: StepCall) -> CurrentBatch:
-        """Return the batch that the script has; RuntimeError if the state does not permit the call."""
+        """Return the script's training batch; RuntimeError if the state does not permit ``call``."""
         call.state_after(self._state, self.step)
         assert self._training is not None, "the state has a batch"
         return self._training
 
     def evaluation_batches(self, slices: Iterator[LocalBatch]) -> Iterator[Any]:
-        """Yield each slice for an evaluation, after its ids are looked up."""
+        """Yield the columns of each slice for an evaluation, after the lookups of the slice are sent.
+
+        Raises:
+            DataError: trainers have read different batches.
+        """
         outer, checksum = self._evaluation, 0
         self.pass_sizes = PassSizes()
         try:
@@ -249,8 +265,13 @@ class TrainingLoop:
     def slices(
         self, data: Any, slicing: Slicing, negatives: Mapping[str, Negatives], index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Yield the slices of pass ``index`` from ``first_sample`` on; see :meth:`Cluster.batches`."""
-        slicing = replace(slicing, tables=self._prefetching)
+        """Return an iterator over the slices of ``data`` in a pass, with the drawn negatives of each step.
+
+        Args:
+            index: number of the pass, which seeds the order of its samples.
+            first_sample: number of samples of the pass, over all trainers, that are skipped.
+        """
+        slicing = replace(slicing, tables=self._prefetching, device=self.device)
         num_equal, last = division(data, slicing) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
         if isinstance(data, StreamData):
@@ -266,15 +287,20 @@ class TrainingLoop:
         if self.step == 0 and slicing.whole is None and not self._backend.is_single_process:
             self._last_size = last if steps is None or steps > num_equal else 0
 
+        if not negatives:
+            return slices
+
         def drawn(step: int) -> dict[str, Tensor]:
             columns = (each.columns(name, self._config.run.seed, step) for name, each in negatives.items())
             return dict(ChainMap(*columns))
 
-        pairs = enumerate(slices, self.step)
-        return (replace(each, device=self.device, drawn=drawn(step)) for step, each in pairs)
+        return (replace(each, drawn=drawn(step)) for step, each in enumerate(slices, self.step))
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
-        """Yield batches; seed torch for each batch by its position, with the same seed on all trainers."""
+        """Yield batches. Before each one, seed torch by pass and position, equally on all trainers.
+
+        So a DataLoader that shuffles has the same order on all trainers, and after a restart.
+        """
         for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
@@ -284,14 +310,17 @@ class TrainingLoop:
     def training_batches(
         self, slices: Iterator[LocalBatch], before_step: Callable[[], None]
     ) -> Iterator[Any]:
-        """Yield the micro-batches of each slice of a pass, which has begun in :attr:`history`.
+        """Yield the columns of each micro-batch of a pass, which has begun in :attr:`history`.
 
         Args:
             before_step: called before each step.
+
+        Raises:
+            RuntimeError: the script has not trained a batch, or has begun another pass within this one.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
-        self.pass_sizes = PassSizes()
+        self.pass_sizes = sizes = PassSizes()
         self._engine.feed.begin(slices, self.step)
         try:
             for batch, micro_batches in self._engine.steps(self.remaining_steps, before_step):
@@ -302,8 +331,9 @@ class TrainingLoop:
                         ticket = micro.ticket._replace(purpose=self._purpose)
                         current = CurrentBatch(ticket, micro.batch, micro.lookup, micro.is_last, num_lookups)
                         self._training = current
-                        self.pass_sizes.add(micro.batch)
+                        sizes.add(micro.batch)
                         yield micro.batch.device_columns
+                        self.pass_sizes = sizes  # the script may have evaluated meanwhile
                     if self._training is not current:
                         raise RuntimeError(
                             "cluster.load(...), or a pass over other training batches, has ended this pass: "
@@ -321,16 +351,16 @@ class TrainingLoop:
                 self.advance(step_states.LEAVE_PASS)
 
     def flush(self) -> None:
-        """Wait until the workers have all gradients.
+        """Wait until the workers have all gradients of the steps taken; raise the errors of these steps.
 
         Raises:
-            RuntimeError: a step has begun.
+            RuntimeError: a step has begun and is not complete.
         """
         step_states.FLUSH.state_after(self._state, self.step)
         self._engine.feed.flush()
 
     def continue_from(self, step: int) -> None:
-        """End the running pass, and continue with ``step``, once a checkpoint is loaded."""
+        """End the running pass. A checkpoint was loaded, after whose ``step`` steps the loop continues."""
         self.advance(step_states.LEAVE_PASS)
         self._engine.feed.begin(iter(()), step)
         self._training = None
@@ -341,7 +371,11 @@ class TrainingLoop:
     def vectors(self, call: TableCall) -> Tensor:
         """Return the vectors of a call of a table, (ids or bags, D), on the device.
 
-        As with ``torch.nn``, a change in place does not change the vectors of another call.
+        They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, a change
+        in place does not change the vectors of another call.
+
+        Raises:
+            RuntimeError: gradients are enabled, and the script has no batch.
         """
         if self._is_trying:
             size = call.module.request(call)[1].num_bags, call.module.embedding_dim
@@ -374,8 +408,11 @@ class TrainingLoop:
     def module_to_call(self, inputs: Any) -> nn.Module:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
+        If ``inputs`` are the first batch, and the last batch of the pass is smaller, a copy of the module is
+        first tried with as many samples as this trainer gets of the last batch.
+
         Raises:
-            DataError: ``inputs`` are the first batch, and the module fails with the size of the last slice.
+            DataError: the copy fails with so few samples, but not with the first batch.
         """
         last, self._last_size = self._last_size, 0
         if last and self._training is not None and inputs is (batch := self._training.batch).device_columns:
@@ -392,7 +429,7 @@ class TrainingLoop:
         return module
 
     def _try(self, batch: Any, drawn: Mapping[str, Tensor], size: int) -> Exception | None:
-        """Call a copy of the module with ``size`` samples and zero vectors; return its error or None."""
+        """Call a copy of the module with ``size`` samples and zeros as vectors; return its error or None."""
         kept = {name: batch[name] for name in drawn}
         batch = {name: each for name, each in batch.items() if name not in drawn} if drawn else batch
         shared = {id(each): each for each in (*self.model.net.parameters(), *self._modules)}
@@ -420,7 +457,7 @@ class TrainingLoop:
             current.prefetched = None
 
     def _use(self, current: CurrentBatch, lookup: Lookup, calls: Sequence[TableCall]) -> None:
-        """Wait for the vectors of a lookup of a batch."""
+        """Wait for the vectors of a lookup, and add them to the batch by the keys of the ``calls``."""
         *vectors, zero = lookup.outputs()
         current.zeros.append(zero)
         if zero.grad_fn is not None:
@@ -429,18 +466,14 @@ class TrainingLoop:
             current.vectors[call.key] = CallVectors(call, each)
 
     def rows(self, module: TableModule) -> Tensor:
-        """Return all rows of a table, (rows, D), as they are now."""
+        """Return all rows of a table that does not grow, (rows, D), as they are now."""
         ticket = self._evaluation_ticket()
         blocks = torch.arange(module.num_embeddings).split(_ROWS_PER_LOOKUP)
         requests = ([(module.name, Bags(ids))] for ids in blocks)
         return torch.cat([self._tables.lookup(request, ticket).outputs()[0] for request in requests])
 
     def backward(self, terms: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Compute the gradients of the sum of weighted means over all trainers' samples.
-
-        Args:
-            terms: values and weights of each mean; see :meth:`Cluster.backward`.
-        """
+        """See :meth:`Cluster.backward`, whose arguments are the first and the further ``terms``."""
         current = self._current(step_states.BACKWARD)
         if self._rules.micro_batches > 1 and any(weights is not None for _, weights in terms):
             rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"
@@ -486,7 +519,7 @@ class TrainingLoop:
         self.advance(step_states.ADD_GRADIENT)
 
     def _local_loss(self, terms: Sequence[tuple[Tensor, Tensor | None]], batch: LocalBatch) -> Tensor:
-        """Return this trainer's term of the sum of the means over the global batch.
+        """Return this trainer's summand of the loss, which is a sum of means over the global batch.
 
         Raises:
             DataError: there is not one value, or weight, per sample; or a weight is negative or not finite.

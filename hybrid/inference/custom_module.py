@@ -92,7 +92,7 @@ class StoredTable(nn.Module):
         super().__init__()
         self.rows, self.dtype = rows, dtype
         self.padding_idx, self.is_growing = table.padding_idx, table.growth is not None
-        self.pooling = table.pooling if isinstance(table, EmbeddingBag) else None
+        self.pooling = table.pooling
         self.has_end = isinstance(table, EmbeddingBag) and table.include_last_offset
 
     def forward(self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None) -> Tensor:

@@ -164,6 +164,20 @@ def test_evaluation_between_steps_sees_the_last_update() -> None:
     assert not torch.equal(*seen)
 
 
+def test_means_of_a_pass_leave_out_padding_despite_an_evaluation_within_it(tmp_path: Path) -> None:
+    cluster, model, optimizer = started(connected(tmp_path, "[train]\nmicro_batches = 2\n"))
+    losses = []
+    for batch in cluster.batches({name: column[:3] for name, column in DATA.items()}, size=2):
+        losses.append(errors(model, batch).detach() + 1)
+        cluster.backward(errors(model, batch))
+        optimizer.step()
+        with torch.no_grad():
+            assert len([*cluster.batches(DATA)]) == 1
+    values = torch.cat(losses)
+    assert len(values) == 4, "the last micro-batch is padding"
+    assert cluster.mean(values) == pytest.approx(values[:3].mean().item())
+
+
 @pytest.mark.parametrize(
     ("num_backward", "num_steps", "message"),
     [
