@@ -105,7 +105,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: StoragePath) -> Manifest:
-        """Read a manifest; CheckpointError if it is invalid or altered."""
+        """Read a manifest; CheckpointError if it is missing, invalid or altered."""
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             _expect(isinstance(document, dict), "it is not an object")
@@ -201,11 +201,7 @@ def _text_checksum(text: str) -> str:
 
 
 def _parse_fields(fields: Any) -> Manifest:
-    """Create a manifest from untrusted JSON; every file must be in the folder of the manifest.
-
-    Raises:
-        TypeError, ValueError: a field is invalid; the message names it.
-    """
+    """Create a manifest from untrusted JSON; TypeError or ValueError names a field that is invalid."""
     known = {each.name for each in dataclasses.fields(Manifest)}
     is_manifest = isinstance(fields, dict) and fields.keys() | {"parts"} == known
     _expect(is_manifest, "its fields are not those of a manifest")
@@ -245,7 +241,7 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def dense_file(trainer: int) -> str:
-    """Return the name of a trainer's file of its dense net. If all nets are equal, only trainer 0 writes."""
+    """Return the name of the file in which a trainer stores its dense net, if it stores one."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
@@ -279,7 +275,7 @@ def damage_error(path: StoragePath) -> CheckpointError:
 
 
 def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
-    """Return the first file that is missing or whose size differs from the manifest, or None."""
+    """Return the first of ``files`` that is missing in the folder or has another size; None if all fit."""
     sizes = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
     paths = ((folder / name, size) for name, (size, _) in files.items())
     return next((path for path, size in paths if sizes.get(path) != size), None)
@@ -315,13 +311,9 @@ def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy a vocabulary into a checkpoint. The checkpoints of a run share one copy, in the run folder.
+    """Copy a vocabulary into a checkpoint, and return the new file of the checkpoint.
 
-    Args:
-        folder: folder with the files of the checkpoint.
-
-    Returns:
-        The copied file if it is in the checkpoint's folder, else nothing.
+    The checkpoints of a run share one copy in the run folder, which is not returned.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -342,7 +334,7 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Return the empty folder into which the roles write the files of checkpoint ``folder``."""
+    """Return the empty folder for the files of checkpoint ``folder``; CheckpointError if that exists."""
     if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
         raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):
@@ -387,7 +379,7 @@ def discard(partial: StoragePath) -> None:
 
 
 def remove(folder: StoragePath) -> None:
-    """Remove a checkpoint. If the process is killed before the end, an unfinished checkpoint stays."""
+    """Remove a checkpoint. A process that is killed meanwhile leaves an unfinished checkpoint."""
     with write_errors(folder):
         if isinstance(folder, RemotePath):
             storage.remove(folder / MANIFEST_FILE)

@@ -1,4 +1,4 @@
-"""The reader of a checkpoint. Any number of workers can load its rows, which are stored by table and row."""
+"""The reader of a checkpoint, whose rows any number of workers can load: files have tables, not workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class MappedRows:
-    """The rows of a table and their optimizer state, in mapped files."""
+    """The rows of a table that does not grow, and their optimizer state, in mapped files."""
 
     shards: Sequence[Mapping[str, npt.NDArray[Any]]]
     num_rows: int
@@ -52,7 +52,7 @@ class MappedRows:
         return slice(rows.start, rows.stop)
 
     def read(self, rows_N: npt.NDArray[np.int64], with_state: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows with these numbers as "weight"; ``with_state`` adds their optimizer state."""
+        """Return the rows with these numbers as "weight"; ``with_state`` adds arrays of optimizer state."""
         count = len(self.shards)
         if self.has_ranges:
             shard_N = rows_N * count // self.num_rows
@@ -123,7 +123,7 @@ class Checkpoint:
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the best checkpoint of a run; if it is damaged, the newest (:meth:`newest_valid`).
+        """Open the best checkpoint of a run; if it is damaged or unknown, as :meth:`newest_valid`.
 
         Args:
             folder: may also be the output of ``hybrid export --follow``, whose newest export is opened.
@@ -163,6 +163,7 @@ class Checkpoint:
         raise CheckpointError("; ".join(damage) or f"{folder}: no such folder, or no checkpoint in it")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
+        """Read the tensors of a file; CheckpointError if it is missing or damaged."""
         return read_tensors(*self._source(name))
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> MappedRows:

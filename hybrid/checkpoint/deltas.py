@@ -1,8 +1,8 @@
 """Deltas of a run: what has changed since a full checkpoint or the last delta, and the list of them.
 
-A delta is a folder as a checkpoint is, ``deltas/step-N``, and is written in the same way. Its files have only
-changed rows, keys that lost their rows, and the dense nets, without optimizer state. ``deltas/current.json``
-lists the deltas and is replaced after each of them. docs/checkpoints.md describes the files.
+A delta is a folder ``deltas/step-N`` that is written as a checkpoint is. Its files have only changed rows,
+keys that lost their rows, and the dense nets, without optimizer state. ``deltas/current.json`` lists the
+deltas and is replaced after each of them. docs/checkpoints.md describes the files.
 
 The identity of a model is a checksum over the files of its checkpoint, or over the files of its delta and
 the identity of its parent. So two models of one step have different identities unless they are equal.
@@ -38,7 +38,7 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """The model of a run after a step, in a chain of deltas."""
+    """The state of a run's model after a step, as a checkpoint or a delta has stored it."""
 
     sequence: int  # rises by one with each delta; 0 for the first checkpoint
     step: int
@@ -49,7 +49,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class DeltaChain:
-    """The content of ``deltas/current.json``."""
+    """The content of ``deltas/current.json``. Some of the deltas may be older than the base."""
 
     base: ModelVersion  # the model of the newest full checkpoint
     base_checkpoint: str  # :func:`identity_of` this checkpoint
@@ -61,7 +61,7 @@ class DeltaChain:
         return self.deltas[-1] if self.deltas else self.base
 
     def after(self, identity: str) -> Sequence[ModelVersion] | None:
-        """Return the deltas that lead from a model to the last version; None if none starts from it."""
+        """Return the deltas from the model ``identity`` to the last; None if they do not include its next."""
         if identity == self.last.identity:
             return ()
         parents = [delta.parent for delta in self.deltas]
@@ -69,7 +69,7 @@ class DeltaChain:
 
     @classmethod
     def read(cls, run: StoragePath) -> DeltaChain | None:
-        """Read the chain of a run, or None if there is none; CheckpointError if it is invalid."""
+        """Return the chain of a run, or None if there is none; CheckpointError if it is invalid."""
         path = run / DELTAS_FOLDER / CURRENT_FILE
         if isinstance(path, Path):
             refuse_link(path.parent)
@@ -115,11 +115,11 @@ def identity_of(manifest: Manifest) -> str:
 
 
 class ChangedRows(NamedTuple):
-    """The changes of one file of a table."""
+    """The changes in one file of a table."""
 
     rows: npt.NDArray[np.int64]  # row numbers, or keys of a growing table, (U,)
     weight: npt.NDArray[Any]  # the new values, (U, D)
-    evicted: npt.NDArray[np.int64]  # keys without a row, (E,); empty unless the table grows
+    evicted: npt.NDArray[np.int64]  # keys that have lost their rows, (E,); empty unless the table grows
 
 
 Changes: TypeAlias = dict[str, list[ChangedRows]]  # by table, in the order in which they apply

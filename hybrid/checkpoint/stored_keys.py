@@ -25,6 +25,7 @@ from hybrid.primitives.key_hashes import KEY_BITS, NUM_BUCKETS, bucket_of, bucke
 KINDS_OF_KEYS = "keys", "counts", "last_steps"
 PENDING = "pending_"
 STEPS_BEFORE = "steps_before"
+OTHER_SHAPE = "has another shape or optimizer"
 # The arrays of a file besides rows and optimizer state.
 _OF_KEYS = {STEPS_BEFORE, *(prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS)}
 _MAX_COUNT, _MAX_STEP = 2**31 - 1, 2**32 - 1
@@ -67,16 +68,13 @@ def map_keys(
     table: str,
     widths: Widths,
     buckets: range = range(NUM_BUCKETS),
-    *,
-    has_any_state: bool = False,
 ) -> Iterator[Arrays]:
-    """Map the arrays of the files with ``buckets`` of a growing table into memory, in the order of keys.
+    """Map the files with ``buckets`` of a growing table into memory, and yield their arrays by file.
 
-    Args:
-        has_any_state: whether the files may have optimizer state that ``widths`` does not describe.
+    Keys ascend as unsigned numbers, also from file to file. Files may have more state than ``widths``.
 
     Raises:
-        CheckpointError: the table is missing, or its shape or optimizer differs, or a file is invalid.
+        CheckpointError: the table is missing, lacks arrays of these widths, or has an invalid file.
     """
     count = checkpoint.num_shards(table)
     for index in range(count):
@@ -88,17 +86,15 @@ def map_keys(
             made_up = dict.fromkeys(_OF_KEYS, np.zeros(0, np.int64)) | {STEPS_BEFORE: np.zeros(1, np.int64)}
             of_rows = dict.fromkeys(KINDS_OF_KEYS, np.broadcast_to(np.int64(1), arrays["keys"].shape))
             arrays = made_up | of_rows | arrays
-        if problem := _find_problem(arrays, widths, of_file, checkpoint.manifest.step, has_any_state):
+        if problem := _find_problem(arrays, widths, of_file, checkpoint.manifest.step):
             raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
         release_pages(arrays["keys"])  # the check has read all keys
         yield arrays
 
 
-def read_keys(
-    checkpoint: Checkpoint, table: str, buckets: range, widths: Widths, *, has_any_state: bool = False
-) -> Iterator[StoredKeys]:
+def read_keys(checkpoint: Checkpoint, table: str, buckets: range, widths: Widths) -> Iterator[StoredKeys]:
     """Yield the keys of a growing table in ``buckets``, file by file; see :func:`map_keys`."""
-    for arrays in map_keys(checkpoint, table, widths, buckets, has_any_state=has_any_state):
+    for arrays in map_keys(checkpoint, table, widths, buckets):
         records, part = _join("", arrays, buckets)
         pending, _ = _join(PENDING, arrays, buckets)
         rows = {name: arrays[name][part] for name in arrays.keys() - _OF_KEYS}
@@ -130,15 +126,13 @@ def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.i
     return np.stack([keys[part], counts[part] << 32 | last_steps[part]], axis=1), part
 
 
-def _find_problem(
-    arrays: Arrays, widths: Widths, buckets: range, step: int, has_any_state: bool
-) -> str | None:
+def _find_problem(arrays: Arrays, widths: Widths, buckets: range, step: int) -> str | None:
     """Return a description of the first problem of a file's arrays, or None."""
     if not arrays.keys() >= _OF_KEYS or any(arrays[name].dtype != np.int64 for name in _OF_KEYS):
         return "has rows without keys: it does not grow in the checkpoint"
     of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in _OF_KEYS}
-    if not of_rows.items() >= widths.items() or (of_rows != widths and not has_any_state):
-        return "has another shape or optimizer"
+    if not of_rows.items() >= widths.items():
+        return OTHER_SHAPE
     if arrays[STEPS_BEFORE].shape != (1,) or not 0 <= (step := step + arrays[STEPS_BEFORE][0]) <= _MAX_STEP:
         return f"has invalid {STEPS_BEFORE}"
     for prefix, names in (("", of_rows), (PENDING, ())):

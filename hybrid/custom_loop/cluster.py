@@ -95,15 +95,14 @@ class Cluster:
             splits: any of "train", "validation" (``data.validation``) and "test"; by default train and test.
 
         Raises:
-            ConfigError: the configuration has no such split, or two columns of a batch have the same name.
+            ConfigError: there is no such split, or two columns of a batch would have the same name.
             ConfigError, DataError: the data cannot be prepared. Under ``hybrid run``, the run ends instead.
         """
         source, config = self._backend.prepare_data(), self._backend.config
         self._data_source = source
-        for split in splits:
-            if split not in config.data.splits:
-                rule = f"leaves the splits {', '.join(config.data.splits)}; there is no split {split!r}"
-                raise ConfigError("data.validation", rule, config.data.validation)
+        if missing := {*splits} - {*config.data.splits}:
+            rule = f"leaves the splits {', '.join(config.data.splits)}; there is no split {min(missing)!r}"
+            raise ConfigError("data.validation", rule, config.data.validation)
         return tuple(
             PreparedData(
                 open_split(source, split, config.data), config, config.data.is_shuffled and split == TRAIN
@@ -265,10 +264,9 @@ class Cluster:
     def gather(self, values: Tensor) -> Tensor:
         """Concatenate the values of all trainers, (samples, ...), on the CPU. All trainers call it.
 
-        The values of one batch are in the order of its samples. Copies of samples are left out, as in
-        :meth:`mean`. A tensor that requires gradients stays on its device and gets the gradients of all
-        trainers, for losses that compare samples of the batch. Every trainer must then use the result in its
-        loss.
+        Copies of samples are left out, as in :meth:`mean`. A tensor that requires gradients stays on its
+        device and gets the gradients of all trainers, for losses that compare samples of the batch. Every
+        trainer must then use the result in its loss.
 
         Raises:
             DataError: ``values`` is a scalar.
@@ -297,7 +295,7 @@ class Cluster:
             return self._evaluate(loop, data, size)
         known = loop.history.known_evaluation()
         metrics = self._evaluate(loop, data, size) if known is None else known
-        loop.history.now.evaluations.append(metrics)
+        loop.history.now.evaluations += (dict(metrics),)
         return metrics
 
     def _evaluate(self, loop: TrainingLoop, data: Any, size: int | None) -> Metrics:
@@ -429,11 +427,8 @@ class Cluster:
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
         """Write a checkpoint between two steps, if it is due; remove old ones.
 
-        A checkpoint that cannot be written causes a warning, unless it is the last one.
-
-        Args:
-            is_last: whether the script ends; a checkpoint is then due.
-            is_waiting: whether the script waits for the next unit of a stream; a checkpoint is then due.
+        It is also due if ``is_last``, or if the script waits for a stream. If it cannot be written, there is
+        a warning, unless it is the last one.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written.

@@ -314,10 +314,7 @@ class TableModule(nn.Module):
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
         """Return one call per column in ``ids``, with the weights from the column in ``weights``.
 
-        In an evaluation, columns that the batch lacks are left out.
-
-        Raises:
-            DataError: a batch of a training pass lacks a column.
+        An evaluation leaves out columns that its batch lacks. In training, a missing column is a DataError.
         """
         missing = [name for name in (*self.ids, *self.weights) if name not in columns]
         if missing and torch.is_grad_enabled():

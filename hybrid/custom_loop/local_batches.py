@@ -52,10 +52,7 @@ class PassSizes:
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Return the values without those of padding.
-
-        If there is neither one value per sample of the last slice, nor of all slices, ``values`` is returned.
-        """
+        """Leave out values of padding if there is one per sample of the last slice, or of all slices."""
         if not self.is_padded or not values.dim():
             return values
         for slices in (self.sizes[-1:], self.sizes):
@@ -106,11 +103,7 @@ class LocalBatch:
 
     @cached_property
     def columns(self) -> Any:
-        """The values and the drawn columns, on the CPU.
-
-        Raises:
-            DataError: there are drawn columns, and the values are no dict, or have a column of this name.
-        """
+        """The values and the drawn columns, on the CPU; DataError if they do not form one dict."""
         if not self.drawn:
             return self.values
         if not isinstance(self.values, Mapping) or self.drawn.keys() & self.values.keys():
@@ -167,11 +160,7 @@ class LocalBatch:
 
 
 def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBatch]:
-    """Yield a trainer's slice of each global batch.
-
-    Raises:
-        DataError: a batch is invalid, or the samples of a group are not adjacent in a batch.
-    """
+    """Yield a trainer's slice of each global batch; DataError if a batch is invalid, or splits a group."""
     whole, num_trainers = slicing.whole, slicing.num_trainers
     for number, batch in enumerate(batches):
         size, ends_G = size_of(batch), None
@@ -190,10 +179,7 @@ def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBat
 
 
 def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
-    """Yield the global batches of ``data``, of ``slicing.size`` samples if that is set.
-
-    Args:
-        data: a dict, tensor or :class:`Jagged` with all samples, or an iterable of batches.
+    """Yield the batches of a dict, tensor or :class:`Jagged` with all samples, or of an iterable of batches.
 
     Raises:
         DataError: ``data`` has another type, batches cannot be joined, or a group is larger than a batch.
@@ -296,10 +282,7 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``; for a sequence of batches, their number; -1 if unknown.
-
-    A DataLoader has the samples of its data set.
-    """
+    """Return the number of samples in ``data``; for a sequence of batches, their number; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
@@ -457,7 +440,6 @@ class EncodedData:
 
     @property
     def input_spec(self) -> InputSpec:
-        """The columns, and the number of rows of each sparse column."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""The state in a checkpoint of a custom loop, besides tables: module, optimizers, schedulers, progress."""
+"""What a checkpoint of a custom loop holds besides tables: module, optimizers, schedulers and progress."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.errors import CheckpointError, DataError
 from hybrid.metrics import Metrics
+from hybrid.storage.file_formats import parse_fields, parse_value
 from hybrid.updates.update_rules import Schedule
 
 # Keys of a manifest's progress.
 _OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"
+_POSITION_FIELDS = "epoch", "first_pass", "pass_index", "samples"
 _PAIRS, _TUPLE, PARAMETERS = "pairs", "tuple", "parameters"
 # Settings of a group: its parameters, and choices of kernels that depend on the device.
 _NOT_LOADED = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -45,25 +47,19 @@ class LoopProgress:
     first_pass: int = 0  # index of the epoch's first pass over training batches
     pass_index: int = 0  # index of the current pass
     samples: int = 0  # number of samples in the completed steps of this pass, over all trainers
-    # Length of the data of each training pass of the epoch; -1 if unknown.
-    lengths: list[int] = field(default_factory=list)
-    # Results of the evaluations between the passes of the epoch.
-    evaluations: list[Metrics] = field(default_factory=list)
+    lengths: tuple[int, ...] = ()  # of the data of each training pass of the epoch; -1 if unknown
+    evaluations: tuple[dict[str, float], ...] = ()  # metrics of those between the passes of the epoch
     # Values that should be equal when the script resumes; see describe_start.
-    start: Mapping[str, str] = field(default_factory=dict)
+    start: dict[str, str] = field(default_factory=dict)
 
-    def is_valid(self, num_steps: int) -> bool:
-        """Whether the types are valid, and a loop can have this progress after ``num_steps`` steps."""
+    def is_possible(self, num_steps: int) -> bool:
+        """Whether a loop can have this progress after ``num_steps`` steps."""
         passes = self.epoch, self.first_pass, self.pass_index
-        numbers = [value for metrics in self.evaluations for value in metrics.values()]
         return (
-            all(type(each) is int and each >= 0 for each in (*passes, self.samples))
+            min(*passes, self.samples) >= 0
             and max(passes) <= num_steps + _MAX_EMPTY_PASSES
             and self.samples < _MAX_SAMPLES
             and self.first_pass <= self.pass_index
-            and all(type(each) is int for each in self.lengths)
-            and all(isinstance(each, int | float) for each in numbers)
-            and all(isinstance(each, str) for each in (*self.start, *self.start.values()))
         )
 
 
@@ -73,8 +69,8 @@ class PassHistory:
     Attributes:
         now: the progress so far.
         before: the progress in the checkpoint; without a checkpoint, the progress of a new script.
-        is_recorded: whether lengths and evaluations are recorded, as after ``cluster.resume``. The script
-            does not repeat those after the beginning of a stream.
+        is_recorded: whether lengths and evaluations are recorded, for a later restart of the script: from
+            ``cluster.resume`` on, until the script reads from a stream, whose position it resumes instead.
     """
 
     def __init__(self, warnings: LoopWarnings) -> None:
@@ -108,7 +104,7 @@ class PassHistory:
         self.end_pass()
         now, before = self.now, self.before
         if self.is_recorded:
-            self._record_length(data)
+            self._record_length(length_of(data))
         if now.pass_index < before.pass_index:
             now.pass_index += 1
             return False
@@ -134,17 +130,16 @@ class PassHistory:
         index, known = len(self.now.evaluations), self.before.evaluations
         return known[index] if self.is_repeated and index < len(known) else None
 
-    def _record_length(self, data: Any) -> None:
+    def _record_length(self, length: int) -> None:
         """Record the length of a pass; warn if the length differs from the length before the checkpoint."""
-        length = length_of(data)
-        done, known = self.now.lengths, self.before.lengths
+        number, known = len(self.now.lengths), self.before.lengths
         is_before = self.now.pass_index <= self.before.pass_index
-        if is_before and len(done) < len(known) and known[len(done)] != length:
+        if is_before and number < len(known) and known[number] != length:
             self._warnings.warn(
-                f"pass {len(done)} of epoch {self.now.epoch} reads data of length {length}; before the "
-                f"checkpoint, it was {known[len(done)]}. The position in other data is not that of the run"
+                f"pass {number} of epoch {self.now.epoch} reads data of length {length}; before the "
+                f"checkpoint, it was {known[number]}. The position in other data is not that of the run"
             )
-        done.append(length)
+        self.now.lengths += (length,)
 
     def resume(self, before: LoopProgress, source: str) -> None:
         """Continue from the progress ``before``. Warn if this script differs from the one that wrote it."""
@@ -161,7 +156,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return the settings before the first step that a resumed script should share with the original one."""
+    """Return settings before the first step, by description. A resumed script should have equal ones."""
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
         state: dict[str, Any] = each.state_dict()
@@ -185,7 +180,7 @@ def _has_dropout(module: nn.Module) -> bool:
 def pack_state(
     net: nn.Module, objects: Sequence[Stateful], progress: LoopProgress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint, and the fields of its manifest.
+    """Return the tensors of a checkpoint, and the progress of its manifest.
 
     Raises:
         DataError: the state of an object has a value that a checkpoint cannot store.
@@ -203,7 +198,7 @@ def pack_state(
     fields = {
         _OBJECTS: encoded,
         _TYPES: [type(each).__name__ for each in objects],
-        _POSITION: [progress.epoch, progress.first_pass, progress.pass_index, progress.samples],
+        _POSITION: [getattr(progress, name) for name in _POSITION_FIELDS],
         _EPOCH: {"lengths": progress.lengths, "evaluations": progress.evaluations},
         _START: progress.start,
         PARAMETERS: parameters,
@@ -212,7 +207,7 @@ def pack_state(
 
 
 def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint) -> LoopProgress:
-    """Load the module and the objects from a checkpoint; return its progress.
+    """Load the module, and the objects if there are any, from a checkpoint; return its progress.
 
     Raises:
         CheckpointError: the checkpoint is of another module, or of other objects.
@@ -226,21 +221,17 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
         raise CheckpointError(f"{stored.folder}: the checkpoint {rule}; pass the objects of its script")
     for each, (name, code) in zip(objects, states, strict=False):
         groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else None
-        is_other = name != type(each).__name__
-        if is_other or len(groups or ()) != (len(code) if isinstance(code, list) else 0):
-            rule = f"has no state for {type(each).__name__} at its position among the objects of cluster.save"
-            raise CheckpointError(
-                f"{stored.folder}: {rule}, with the same number of parameter groups, but for {name}"
-            )
-        is_checked = isinstance(each, torch.optim.Optimizer | LRScheduler)
-        current = each.state_dict() if groups is None else groups
-        if is_checked and not _fits(code, current, has_more=groups is not None):
-            rule = f"has a state that does not fit {type(each).__name__}; pass the objects of its script"
-            raise CheckpointError(f"{stored.folder}: the checkpoint {rule}")
+        is_valid = name == type(each).__name__
+        if is_valid and isinstance(each, torch.optim.Optimizer | LRScheduler):
+            current = each.state_dict() if groups is None else groups
+            is_valid = _fits(code, current, has_more=groups is not None)
+        if not is_valid:
+            rule = f"the state at the position of {type(each).__name__} does not fit; it is of {name}"
+            raise CheckpointError(f"{stored.folder}: pass the objects of its script: {rule}")
         if not isinstance(each, torch.optim.Optimizer):
             each.load_state_dict(code)
             continue
-        end = first + _num_parameters(each)
+        end = first + sum(len(group["params"]) for group in each.param_groups)
         values = {index - first: state for index, state in tensors.items() if first <= index < end}
         DenseOptimizer(each, Schedule()).load(values, stored.folder)
         for group, settings in zip(each.param_groups, code, strict=True):
@@ -258,11 +249,11 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
     fields = stored.manifest.progress
     try:
         states = [_decode(code) for code in fields.get(_OBJECTS, ())]
-        types = fields.get(_TYPES, [""] * len(states))
-        epoch, first_pass, pass_index, samples = fields.get(_POSITION, (0, 0, 0, 0))
-        in_epoch, start = fields.get(_EPOCH, {}), fields.get(_START, {})
-        progress = LoopProgress(epoch, first_pass, pass_index, samples, **in_epoch, start=start)
-        if progress.is_valid(stored.manifest.step) and all(isinstance(each, str) for each in types):
+        types = parse_value(_TYPES, tuple[str, ...], fields.get(_TYPES, [""] * len(states)))
+        position = zip(_POSITION_FIELDS, fields.get(_POSITION, (0, 0, 0, 0)), strict=True)
+        content = dict(position) | fields.get(_EPOCH, {}) | {_START: fields.get(_START, {})}
+        progress = parse_fields(LoopProgress, content)
+        if progress.is_possible(stored.manifest.step):
             return [*zip(types, states, strict=True)], progress
     except (TypeError, ValueError, KeyError, AttributeError):
         pass
@@ -286,10 +277,6 @@ def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
         return is_as_long and all(map(_fits, value, current))
     kind = next((kind for kind in (bool, str, int | float) if isinstance(current, kind)), None)
     return isinstance(value, kind) if kind else not isinstance(value, dict | list | tuple)
-
-
-def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _encode(value: Any, owner: str) -> Any:

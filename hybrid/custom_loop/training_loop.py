@@ -75,10 +75,9 @@ _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 @cache
 def _call_before_steps() -> None:
-    """Register a hook that calls every loop before each step of any optimizer.
+    """Register, once per process, a hook that calls every loop before each step of any optimizer.
 
-    One hook serves all loops and stays registered: if the hook of a loop were removed when the loop is
-    garbage, an optimizer that iterates over its hooks could fail.
+    The hook is never removed, since that could disturb an optimizer that iterates over its hooks.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -94,13 +93,7 @@ class CallVectors:
 
     call: TableCall  # keeps its tensors, so that no other call gets its key
     vectors: Tensor
-    # Version counter of the vectors when they were returned to the module; None before that, and for copies.
-    version: int | None = None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the module has changed the vectors in place."""
-        return self.version is not None and self.version != self.vectors._version
+    version: int | None = None  # version counter of the vectors when the module got them; None before
 
 
 @dataclass
@@ -125,14 +118,6 @@ class CurrentBatch:
 
 class TrainingLoop:
     """The steps of one trainer, which the script drives by calls of ``Cluster`` and of its optimizers.
-
-    Args:
-        net: the module of the script; its tables are created on the workers.
-
-    Raises:
-        ConfigError: a key does not apply to custom loops or to a table of the module.
-        DataError: the module has no tables.
-        RuntimeError: a table is already distributed.
 
     Attributes:
         device: the device of the module.
@@ -171,9 +156,8 @@ class TrainingLoop:
         self._modules = list(modules.values())
         # As the reference of hybrid compare, one process looks up all ids when they are used.
         is_reference = backend.is_single_process and backend.snapshot is not None
-        self._prefetching = (
-            [] if is_reference else self._modules
-        )  # look up their columns before the module runs
+        # The tables whose columns are looked up before the module runs.
+        self._prefetching = [] if is_reference else self._modules
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
@@ -243,11 +227,7 @@ class TrainingLoop:
         return self._training
 
     def evaluation_batches(self, slices: Iterator[LocalBatch]) -> Iterator[Any]:
-        """Yield the columns of each slice for an evaluation, after the lookups of the slice are sent.
-
-        Raises:
-            DataError: trainers have read different batches.
-        """
+        """Yield the columns of each slice, whose lookups are sent; DataError if trainers' batches differ."""
         outer, checksum = self._evaluation, 0
         self.pass_sizes = PassSizes()
         try:
@@ -265,12 +245,7 @@ class TrainingLoop:
     def slices(
         self, data: Any, slicing: Slicing, negatives: Mapping[str, Negatives], index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Return an iterator over the slices of ``data`` in a pass, with the drawn negatives of each step.
-
-        Args:
-            index: number of the pass, which seeds the order of its samples.
-            first_sample: number of samples of the pass, over all trainers, that are skipped.
-        """
+        """Return an iterator over the slices of pass ``index``, after ``first_sample`` global samples."""
         slicing = replace(slicing, tables=self._prefetching, device=self.device)
         num_equal, last = division(data, slicing) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
@@ -297,10 +272,7 @@ class TrainingLoop:
         return (replace(each, drawn=drawn(step)) for step, each in enumerate(slices, self.step))
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
-        """Yield batches. Before each one, seed torch by pass and position, equally on all trainers.
-
-        So a DataLoader that shuffles has the same order on all trainers, and after a restart.
-        """
+        """Yield batches; before each one, seed torch by pass and position, equally on all trainers."""
         for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
@@ -314,9 +286,6 @@ class TrainingLoop:
 
         Args:
             before_step: called before each step.
-
-        Raises:
-            RuntimeError: the script has not trained a batch, or has begun another pass within this one.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
@@ -351,11 +320,7 @@ class TrainingLoop:
                 self.advance(step_states.LEAVE_PASS)
 
     def flush(self) -> None:
-        """Wait until the workers have all gradients of the steps taken; raise the errors of these steps.
-
-        Raises:
-            RuntimeError: a step has begun and is not complete.
-        """
+        """Wait until the workers have all gradients; RuntimeError if a step has begun and is not complete."""
         step_states.FLUSH.state_after(self._state, self.step)
         self._engine.feed.flush()
 
@@ -373,9 +338,6 @@ class TrainingLoop:
 
         They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, a change
         in place does not change the vectors of another call.
-
-        Raises:
-            RuntimeError: gradients are enabled, and the script has no batch.
         """
         if self._is_trying:
             size = call.module.request(call)[1].num_bags, call.module.embedding_dim
@@ -386,7 +348,7 @@ class TrainingLoop:
             current = self._evaluation or CurrentBatch(self._evaluation_ticket())
         self._use_prefetched(current)
         known = current.vectors.get(call.key)
-        if known is None or known.is_changed:
+        if known is None or known.version not in (None, known.vectors._version):  # changed in place
             ticket = current.ticket
             if current is self._training:  # lower indices belong to prefetched lookups
                 index = self._rules.micro_batches + current.num_lookups + len(current.zeros)

@@ -70,7 +70,7 @@ class SavedTable:
             )
         if encoding.is_growing:
             widths = {"weight": (self.dim,)}
-            for keys in read_keys(self.checkpoint, self.name, range(NUM_BUCKETS), widths, has_any_state=True):
+            for keys in read_keys(self.checkpoint, self.name, range(NUM_BUCKETS), widths):
                 yield SavedRows(keys.records_R2[:, 0], partial(_take, keys.rows))
             return
         read = partial(self.checkpoint.map_rows(self.name, self.num_rows, self.dim).read, with_state=True)

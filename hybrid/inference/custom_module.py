@@ -30,7 +30,7 @@ class _NoBackend:
 
 
 class CustomModule(TrainedModule):
-    """The module of a custom training loop.
+    """A trained model whose net is the module of a custom training loop.
 
     Args:
         name: FILE.py:FUNCTION or package.module:FUNCTION. The function, or class, makes the module. Its
@@ -40,6 +40,7 @@ class CustomModule(TrainedModule):
     Raises:
         ConfigError: there is no such function.
         CheckpointError: the checkpoint is of another module.
+        HybridError: the file of the function calls ``hybrid.connect()``.
     """
 
     def __init__(self, trained: TrainedRun, name: str, *, in_memory: bool) -> None:

@@ -36,11 +36,10 @@ _POLL_SECONDS = 0.2
 def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[ConfiguredModule]:
     """Yield the model of a run as it trains, until the run ends.
 
-    The run needs ``checkpoint.deltas``. The first model is read from a checkpoint. Each further ``next()``
-    waits for a delta, changes the parameters of this module, and returns the module again. It returns a new
-    module if the run was resumed, or if the run has already removed the next deltas. Several deltas that have
-    been written since the last call are applied together. ``step`` and ``taken_at`` belong to the current
-    parameters. The log has the seconds from ``taken_at``, by the clock of the run's host.
+    The run needs ``checkpoint.deltas``. The first module is read from a checkpoint. Each further iteration
+    waits for deltas, applies all new ones to this module, and yields the module again. A new module is
+    yielded if the run was resumed, or has already removed the next delta. ``step`` and ``taken_at`` of the
+    module belong to its current parameters.
 
     Args:
         run: a run folder or its URL; the run may start later.
@@ -57,9 +56,9 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
 def follow_changes(
     root: StoragePath, *, trust_code: bool = False, in_memory: bool = True
 ) -> Iterator[tuple[ConfiguredModule, Changes]]:
-    """Yield the models of :func:`follow`, each with the changes by table, in order.
+    """Yield the modules of :func:`follow`, each with the changes since it was last yielded.
 
-    The changes are those since the last call, for a new module those since its checkpoint.
+    The changes of a new module are those since its checkpoint.
 
     Args:
         in_memory: whether tables are in memory. Otherwise they keep the rows of the checkpoint.
@@ -88,7 +87,7 @@ def follow_changes(
 
 
 class _Follower:
-    """A model in memory, and the identity of its version in the chain of a run.
+    """A module, and the identity of its version in the chain of a run.
 
     Raises:
         CheckpointError: the base checkpoint of the chain is missing, damaged, or another one.
@@ -134,7 +133,6 @@ class _Follower:
 
 @torch.no_grad()
 def _change(table: torch.nn.Module, changes: Sequence[ChangedRows]) -> None:
-    """Change the rows of a table in memory."""
     rows_U, weight_UD, evicted_E = (
         torch.from_numpy(np.concatenate(each)) for each in zip(*changes, strict=True)
     )

@@ -3,8 +3,7 @@
 A lookup of a key without a row returns its initial row, or zeros, as ``TableSpec.growth`` defines.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,10 +15,11 @@ from hybrid.checkpoint.tensor_file import expect_random_reads
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.primitives.bfloat16_arrays import assign_rows, to_floats
-from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of, buckets_of_shard
+from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of
 
 # The arrays of each file of a table; see :func:`hybrid.checkpoint.stored_keys.map_keys`.
 Shards: TypeAlias = Sequence[Mapping[str, npt.NDArray[Any]]]
+ReadRows: TypeAlias = Callable[[npt.NDArray[np.int64]], Mapping[str, npt.NDArray[Any]]]
 
 
 def _signed(number: int) -> int:
@@ -85,43 +85,51 @@ class GrowingTable(nn.Module):
         return vectors_LD.index_copy(0, unknown_U, initial_UD.to(vectors_LD.dtype))
 
 
-class MappedGrowingTable(nn.Module):
-    """A growing table in memory-mapped shards; a batch reads only its rows."""
+class MappedTable(nn.Module):
+    """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
+
+    Args:
+        read: returns the rows with these numbers, or the keys of a growing table, as "weight".
+        dtype: data type of the vectors; ``to`` changes it, as it does for tables in memory.
+    """
 
     empty: Tensor
 
-    def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
+    def __init__(self, read: ReadRows, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()
-        self._table, self._seed, self._shards = table, seed, shards
+        self.shards, self._read = shards, read
         for shard in shards:
             expect_random_reads(shard["weight"])
-        # A buffer, so that ``to`` changes the type of the vectors, as it does for tables in memory.
         self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
 
     @property
     def keys(self) -> Tensor:
-        """The keys of all rows, read into memory; see :attr:`GrowingTable.keys`."""
-        return torch.from_numpy(np.concatenate([shard["keys"] for shard in self._shards]))
+        """The keys of a growing table, read into memory; see :attr:`GrowingTable.keys`."""
+        return torch.from_numpy(np.concatenate([shard["keys"] for shard in self.shards]))
 
-    def forward(self, keys_L: Tensor) -> Tensor:
-        """Return vectors (keys, D)."""
-        ordered_U, inverse_L = (keys_L ^ _SIGN).unique(return_inverse=True)
-        keys_U = ordered_U ^ _SIGN  # ascending as unsigned numbers, as in the shards
-        vectors_UD = torch.zeros(len(keys_U), self._table.dim, dtype=self.empty.dtype)
-        if not _has_zeros(self._table):
-            vectors_UD.copy_(initial_rows(keys_U, self._table, self._seed))
-        unsigned_U = keys_U.numpy().view(np.uint64)
-        starts = [buckets_of_shard(index, len(self._shards)).start for index in range(len(self._shards))]
-        firsts = np.searchsorted(bucket_of(keys_U.numpy()), [*starts, NUM_BUCKETS])
-        for shard, (first, end) in zip(self._shards, pairwise(firsts.tolist()), strict=True):
-            keys_N, own_U = shard["keys"].view(np.uint64), unsigned_U[first:end]
-            if not len(keys_N) or not len(own_U):
-                continue
+    def forward(self, ids_L: Tensor) -> Tensor:
+        """Return vectors (ids, D)."""
+        return torch.from_numpy(self._read(ids_L.numpy())["weight"]).to(self.empty.dtype)
+
+
+def read_by_key(
+    keys_L: npt.NDArray[np.int64], shards: Shards, table: TableSpec, seed: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the vectors of keys, (keys, D), as "weight", from the mapped shards of a growing table."""
+    unsigned_U, inverse_L = np.unique(keys_L.view(np.uint64), return_inverse=True)
+    keys_U = unsigned_U.view(np.int64)  # in the order of the shards
+    vectors_UD = np.zeros((len(keys_U), table.dim), to_floats(shards[0]["weight"][:0]).dtype)
+    if not _has_zeros(table):
+        vectors_UD[:] = initial_rows(torch.from_numpy(keys_U), table, seed).double().numpy()
+    firsts = np.searchsorted(bucket_of(keys_U) * len(shards) // NUM_BUCKETS, np.arange(len(shards) + 1))
+    for index in np.flatnonzero(np.diff(firsts)).tolist():
+        own, shard = slice(firsts[index], firsts[index + 1]), shards[index]
+        keys_N, own_U = shard["keys"].view(np.uint64), unsigned_U[own]
+        if len(keys_N):
             rows_U = np.minimum(np.searchsorted(keys_N, own_U), len(keys_N) - 1)
             known = np.flatnonzero(keys_N[rows_U] == own_U)
-            weight = torch.from_numpy(to_floats(shard["weight"][rows_U[known]]))
-            vectors_UD[torch.from_numpy(first + known)] = weight.to(vectors_UD.dtype)
-        return vectors_UD[inverse_L]
+            vectors_UD[own][known] = to_floats(shard["weight"][rows_U[known]])
+    return {"weight": vectors_UD[inverse_L]}
 
 
 def _has_zeros(table: TableSpec) -> bool:

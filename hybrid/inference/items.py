@@ -19,10 +19,10 @@ ITEMS_FILE = "items.parquet"
 
 
 class Items:
-    """All items of a model, in the order of their rows.
+    """All items of a model, in the order of their rows in the item table.
 
     Args:
-        key: the option that needs items; errors name it.
+        key: the option of the command that needs items; errors name it.
 
     Raises:
         ConfigError: the model has no retrieval task.
@@ -52,15 +52,18 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Replace each sample's outputs by the rank of its item among all items."""
+        """Replace each sample's outputs by the rank of its item; see :meth:`ItemRanking.ranks`."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
     def search(self, outputs_BO: Tensor, k: int) -> dict[str, pa.Array]:
-        """Return the names of the ``k`` items with the highest scores for each sample, and their scores.
+        """Return two columns of lists: the names of each sample's ``k`` best items, and their scores.
+
+        Args:
+            outputs_BO: outputs of the model, whose first half is the user vector.
 
         Raises:
-            ConfigError: ``k`` is not in 1 to the number of items.
+            ConfigError: ``k`` is not in 1 to the number of items, or the model has only hashes of items.
         """
         if not 1 <= k <= len(self.names):
             raise ConfigError(self._key, f"must be at least 1 and at most the {len(self.names):,} items", k)

@@ -54,7 +54,11 @@ class _PlainTensors(nn.Module):
 def export_program(model: TrainedModule) -> ExportedProgram:
     """Export a model as a program on plain tensors, for any number of samples and ids.
 
-    The program computes in the data type of the nets, without ``dense.autocast``.
+    The program computes in the data type of the nets. So ``model.autocast`` is set to None, and its
+    parameters no longer require gradients.
+
+    Raises:
+        HybridError: torch cannot export a net.
     """
     model.autocast = None
     samples = Dim("samples")

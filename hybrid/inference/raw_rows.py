@@ -97,7 +97,7 @@ def _layout(
     with_labels: bool = False,
     passthrough: Sequence[tuple[str, str]] = (),
 ) -> Layout:
-    """Return how files are read for a model."""
+    """Return how files, or without ``files`` a table in memory, are read for a model."""
     config = trained.config
     data = create_file_section(config, files, trained.encoder.input_spec)
     if not files:  # a table in memory has the columns of side tables
@@ -109,6 +109,8 @@ def _layout(
 
 @dataclass
 class PreparedRows:
+    """The rows of prepared data."""
+
     dataset: PreparedDataset
 
     @property

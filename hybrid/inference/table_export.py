@@ -43,8 +43,8 @@ SHARD_BYTES = 64 << 20
 class TableExport:
     """The tables of a model. Each call of :meth:`write` exports their current rows.
 
-    The rows come from the files of the model's checkpoint, then from those of the last export. All of them
-    stay mapped, so others may remove the files.
+    The rows come from the files of the model's checkpoint at first, and later from the files of the last
+    export. These files stay mapped, so other processes may remove them.
 
     Args:
         dtype: data type of the exported rows; None for the data type in the checkpoint.
@@ -58,19 +58,21 @@ class TableExport:
             if table.growth is None:
                 self._shards[table.name] = stored.map_rows(table.name, table.num_rows, table.dim).shards
             else:
-                widths = {"weight": (table.dim,)}
-                self._shards[table.name] = [*map_keys(stored, table.name, widths, has_any_state=True)]
+                self._shards[table.name] = [*map_keys(stored, table.name, {"weight": (table.dim,)})]
         self._has_ranges = stored.is_exported
         self._files: Files = {}  # of the last export
         names = [name for name in stored.manifest.files if name.endswith((".json", ".toml"))]
         self._texts = {name: storage.read_text(stored.files_folder / name) for name in names}
 
     def write(self, folder: Path, changes: Changes, last_folder: Path | None = None) -> list[str]:
-        """Write the tables, the dense nets and the encoder into a folder; return what was written.
+        """Write the tables, the dense nets and the encoder into a folder.
 
         Args:
-            changes: changes of the tables since the last export.
-            last_folder: the last export, if it is on this machine. Shards without changes become links to it.
+            changes: changes of the tables since the last export, at first since the checkpoint.
+            last_folder: the last export, if it is on this machine. Shards without changes become hard links.
+
+        Returns:
+            The names of the files and folders in ``folder`` that were written.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -133,7 +135,7 @@ class TableExport:
         return self._dtype or self.model.row_dtype(table)
 
     def _read(self, table: TableSpec, part: range, changes: Sequence[ChangedRows]) -> dict[str, Tensor]:
-        """Return a range of rows, or of the buckets of a growing table, after changes in this range."""
+        """Return the rows in the range ``part``, or in such a range of buckets, after ``changes`` in it."""
         shards, dtype = self._shards[table.name], self._row_dtype(table)
         if table.growth is None:
             mapped = MappedRows(shards, table.num_rows, self._has_ranges)
@@ -150,7 +152,7 @@ class TableExport:
 
 
 def _select(changes: Sequence[ChangedRows], part: range, is_growing: bool) -> list[ChangedRows]:
-    """Return the changes in a range of rows, or of buckets."""
+    """Return the changes of rows in the range ``part``, or of keys in such a range of buckets."""
     position_of = bucket_of if is_growing else np.asarray
     selected = []
     for change in changes:

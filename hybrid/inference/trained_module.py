@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, split_outputs
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE
-from hybrid.checkpoint.checkpoint_reader import Checkpoint, MappedRows
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import map_keys
-from hybrid.checkpoint.tensor_file import expect_random_reads, load_state, unpack_dense
+from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import TaskSection
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.task_sections import metric_name
@@ -24,7 +25,7 @@ from hybrid.custom_loop.local_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable
+from hybrid.inference.growing_tables import GrowingTable, MappedTable, read_by_key
 from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec
@@ -62,8 +63,9 @@ def load(
             not signed it.
 
     Returns:
-        A ``TrainedModule`` in evaluation mode. With ``module``, a copy of it whose tables are
-        ``nn.Embedding`` or ``nn.EmbeddingBag``, or for a growing table a module with the same calls.
+        A ``TrainedModule`` in evaluation mode. With ``module``, a copy of ``module`` in evaluation mode, with
+        ``nn.Embedding`` or ``nn.EmbeddingBag`` for each fixed table, and a module with the same arguments for
+        each growing table.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or of another module.
@@ -82,7 +84,7 @@ def load(
         from hybrid.inference.custom_module import StoredTable  # custom_module imports this module
 
         seed = load_run_config(stored.files_folder / CONFIG_FILE, trust_code=trust_code).run.seed
-        shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)}, has_any_state=True)]
+        shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)})]
         dtype: torch.dtype = getattr(torch, to_floats(shards[0]["weight"][:0]).dtype.name)
         rows = GrowingTable(table.spec(names[table], dtype.itemsize), seed, shards, dtype)
         return StoredTable(table, rows, dtype)
@@ -91,7 +93,7 @@ def load(
 
 
 def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
-    """Load parameters into a module, and return its tables by name.
+    """Load the parameters of a checkpoint, without rows, into a module; return its tables by name.
 
     Raises:
         CheckpointError: the checkpoint is of another module.
@@ -121,8 +123,8 @@ class TrainedModule(nn.Module):
     The argument is a batch, a dict that :meth:`encode` makes of raw values:
 
     - ``dense``: the numeric columns, (samples, columns).
-    - the name of a categorical column: its ids, (samples,). If samples have any number of ids, the value is a
-      :class:`hybrid.Jagged`; or it is the ids of all samples, beside int64 ``NAME.offsets`` (samples + 1).
+    - ``NAME`` of a categorical column: its ids, (samples,). If samples have any number of ids, the value is a
+      :class:`hybrid.Jagged`, or a tensor of all samples' ids, with int64 ``NAME.offsets`` (samples + 1).
     - ``NAME.weights``: the weights of ids, in the same form.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
@@ -142,9 +144,9 @@ class TrainedModule(nn.Module):
         tables: one module per table, which returns vectors for ids. The ids of a growing table are keys.
         growing_tables: the names of the tables whose ids are keys.
         autocast: lower precision for operations of the nets where it is safe, or None.
-        step: number of steps after which the run had this model.
         dense_states: the parameters of the dense nets, by the names of their files.
-        taken_at: for :func:`hybrid.follow`, when this step had ended, in seconds since 1970.
+        step: number of steps after which the run had this model.
+        taken_at: for :func:`hybrid.follow`, when this step had ended, in seconds since 1970; else NaN.
     """
 
     def __init__(
@@ -159,18 +161,21 @@ class TrainedModule(nn.Module):
         self.step, self.taken_at = trained.stored.manifest.step, math.nan
         self.dtype: torch.dtype = getattr(torch, trained.config.train.dtype)
         self.tables = nn.ModuleList()
+        stored, seed = trained.stored, trained.config.run.seed
         for table in tables:
-            name, shape = table.name, (table.num_rows, table.dim)
-            dtype = self.row_dtype(table)
+            name, shape, dtype = table.name, (table.num_rows, table.dim), self.row_dtype(table)
+            module: nn.Module
             if table.growth is not None:
-                shards = [*map_keys(trained.stored, name, {"weight": (table.dim,)}, has_any_state=True)]
-                kind = GrowingTable if in_memory else MappedGrowingTable
-                self.tables.append(kind(table, trained.config.run.seed, shards, dtype))
+                shards = [*map_keys(stored, name, {"weight": (table.dim,)})]
+                read = partial(read_by_key, shards=shards, table=table, seed=seed)
+                kind = partial(GrowingTable, table, seed) if in_memory else partial(MappedTable, read)
+                module = kind(shards, dtype)
             elif in_memory:
-                rows_RD = trained.stored.read_rows(name, shape).to(dtype)
-                self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
+                module = nn.Embedding.from_pretrained(stored.read_rows(name, shape).to(dtype), freeze=False)
             else:
-                self.tables.append(MappedTable(trained.stored.map_rows(name, *shape), dtype))
+                rows = stored.map_rows(name, *shape)
+                module = MappedTable(rows.read, rows.shards, dtype)
+            self.tables.append(module)
         self.table_specs = tuple(tables)
         self.table_names = tuple(table.name for table in tables)
         self.growing_tables = tuple(table.name for table in tables if table.growth is not None)
@@ -205,7 +210,7 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return ``outputs_BO``, or ``outputs_B`` for one output; :func:`features_of` makes ``columns``."""
+        """Return ``outputs_BO``, or ``outputs_B`` for one output, for columns like :func:`features_of`'s."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
@@ -222,7 +227,7 @@ class TrainedModule(nn.Module):
     def keys(self, table: str) -> Tensor:
         """Return the keys of all rows of a growing table, int64, ascending as unsigned numbers."""
         module = self.tables[self.table_names.index(table)]
-        assert isinstance(module, GrowingTable | MappedGrowingTable)
+        assert isinstance(module, GrowingTable | MappedTable)
         return module.keys
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
@@ -305,24 +310,6 @@ class ConfiguredModule(TrainedModule):
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 
-class MappedTable(nn.Module):
-    """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows."""
-
-    empty: Tensor
-
-    def __init__(self, rows: MappedRows, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._rows = rows
-        for shard in rows.shards:
-            expect_random_reads(shard["weight"])
-        # A buffer, so that ``to`` changes the type of the vectors, as it does for tables in memory.
-        self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
-
-    def forward(self, ids_L: Tensor) -> Tensor:
-        """Return vectors (ids, D)."""
-        return torch.from_numpy(self._rows.read(ids_L.numpy())["weight"]).to(self.empty.dtype)
-
-
 def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
     """Return one vector per bag, of shape (bags, D); zeros for an empty bag.
 
@@ -394,7 +381,7 @@ def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[st
 
 
 def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> dict[str, Tensor]:
-    """Return predictions as float64 columns of a file; C classes are ``stars.probability.0`` and so on."""
+    """Return predictions as float64 columns of a file; C classes have C columns like ``probability.0``."""
     columns: dict[str, Tensor] = {}
     for name, task, outputs in _by_task(tasks, outputs_NO):
         values_NC = compute_predictions(task, outputs)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.stored_keys import pack_keys, read_keys
+from hybrid.checkpoint.stored_keys import OTHER_SHAPE, pack_keys, read_keys
 from hybrid.embedding.bags import Bags, RowGradients
 from hybrid.embedding.initial_rows import assign_stored, initial_blocks, keys_of, random_rows, saved_table
 from hybrid.embedding.kernels import KEYS_END, Ints
@@ -33,6 +33,7 @@ from hybrid.embedding.placement import ShardGroup, bytes_per_row
 from hybrid.embedding.stored_matrix import SavedRows
 from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
+from hybrid.errors import CheckpointError
 from hybrid.primitives.bfloat16_arrays import as_array, assign_rows
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 from hybrid.primitives.key_hashes import bucket_of
@@ -65,7 +66,7 @@ class GrowingGroup(TableGroup):
         saved = saved_table(self._table) if self._table.initial_table else None
         if saved is not None and not saved.checkpoint.is_exported and saved.encodings[0].is_growing:
             names = [*self._tensors] if self._table.has_initial_state else ["weight"]
-            matches = self._read_keys(saved.checkpoint, saved.name, names, has_any_state=True)
+            matches = self._read_keys(saved.checkpoint, saved.name, names)
         else:
             matches = sum(map(self._add_rows, initial_blocks(self._table)))
         return {self._table.name: matches}
@@ -87,13 +88,15 @@ class GrowingGroup(TableGroup):
         return int(is_new_U.sum())
 
     def _read_keys(
-        self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, has_any_state: bool = False
+        self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, is_exact: bool = False
     ) -> int:
         """Read keys, records, and the tensors ``names`` of a growing table; return the number of rows."""
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
         start = self._keys.end
-        for keys in read_keys(checkpoint, table, self._shard.buckets, widths, has_any_state=has_any_state):
+        for keys in read_keys(checkpoint, table, self._shard.buckets, widths):
+            if is_exact and keys.rows.keys() != widths.keys():
+                raise CheckpointError(f"{checkpoint.folder}: table {table} {OTHER_SHAPE}")
             rows = slice(self._keys.end, self._keys.end + len(keys.records_R2))
             self._keys.load(keys.records_R2, keys.pending_P2)
             self._steps_before = keys.num_steps
@@ -156,7 +159,7 @@ class GrowingGroup(TableGroup):
 
     def load(self, checkpoint: Checkpoint) -> None:
         self._keys = KeyMap(self._shard, self._growth, self._capacity)
-        self._read_keys(checkpoint, self._table.name, [*self._tensors])
+        self._read_keys(checkpoint, self._table.name, [*self._tensors], is_exact=True)
         self._steps_before -= checkpoint.manifest.step
 
     def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:

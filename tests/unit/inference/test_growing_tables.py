@@ -3,6 +3,7 @@
 import runpy
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpe
 from hybrid.engine.model_builder import Blueprint
 from hybrid.inference import table_export
 from hybrid.inference.custom_module import CustomModule
-from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable, initial_rows
+from hybrid.inference.growing_tables import GrowingTable, MappedTable, initial_rows, read_by_key
 from hybrid.inference.trained_module import ConfiguredModule, load
 from hybrid.inference.trained_run import TrainedRun
 from workers.cli.command_line import main
@@ -137,7 +138,7 @@ def test_known_and_unknown_keys_read_what_a_dictionary_holds(
     new = write_clicks(tmp_path / "new.csv", 70, seed=2)
     model, expected = load(run), with_dictionaries(run, grown)
     mapped = ConfiguredModule(TrainedRun.read(run, print), in_memory=False)
-    assert [type(table) for table in mapped.tables] == 3 * [MappedGrowingTable]
+    assert [type(table) for table in mapped.tables] == 3 * [MappedTable]
     draw = torch.Generator().manual_seed(1)
     keys = torch.randint(-(2**63), 2**63 - 1, (50,), generator=draw)
     keys = torch.cat([keys, torch.tensor([(key ^ 2**63) - 2**63 for key in grown["user"]]), keys[:3]])
@@ -263,6 +264,8 @@ def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
     spec = TableSpec(*("t", 0, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), 1.0), growth=Growth())
     empty: Arrays = {"keys": np.empty(0, np.int64), "weight": np.empty((0, 2), np.float32)}
     keys = np.array(EXTREME, np.uint64)
-    for kind in (GrowingTable, MappedGrowingTable):
-        rows = kind(spec, 3, [empty], torch.float32)(torch.from_numpy(keys.view(np.int64)))
-        assert rows.equal(random_rows(keys, spec, 3))
+    keys_L = torch.from_numpy(keys.view(np.int64))
+    expected = random_rows(keys, spec, 3)
+    assert GrowingTable(spec, 3, [empty], torch.float32)(keys_L).equal(expected)
+    read = partial(read_by_key, shards=[empty], table=spec, seed=3)
+    assert MappedTable(read, [empty], torch.float32)(keys_L).equal(expected)

@@ -27,7 +27,7 @@ from hybrid.checkpoint.checkpoint_reader import MappedRows
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import HISTORY_NETS, NETS
 from hybrid.errors import CheckpointError, ConfigError, DataError
-from hybrid.inference.trained_module import MappedTable, load
+from hybrid.inference.trained_module import load
 
 
 def check_outputs(run: Path, inputs: Path, tolerance: float) -> list[str]:
@@ -220,6 +220,6 @@ def test_a_table_larger_than_memory_is_read_row_by_row(tmp_path: Path) -> None:
             file.write(np.full(64, 10.0 + shard, np.float32).tobytes())
             file.truncate(num_rows * 256)
         shards.append({"weight": np.memmap(path, np.float32, "r", shape=(num_rows, 64))})
-    ids_L = torch.tensor([2 * num_rows - 5, 0, 2 * num_rows - 6, 2 * num_rows - 5])
-    rows = MappedRows(shards, 2 * num_rows, has_ranges=False)
-    assert MappedTable(rows, torch.float32)(ids_L)[:, 7].tolist() == [11.0, 0.0, 10.0, 11.0]
+    rows_N = np.array([2 * num_rows - 5, 0, 2 * num_rows - 6, 2 * num_rows - 5])
+    vectors_ND = MappedRows(shards, 2 * num_rows, has_ranges=False).read(rows_N)["weight"]
+    assert vectors_ND[:, 7].tolist() == [11.0, 0.0, 10.0, 11.0]
