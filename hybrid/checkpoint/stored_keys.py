@@ -1,10 +1,10 @@
 """The keys of growing tables in checkpoints: packing, and reading by any number of workers.
 
-A shard's file sorts keys as unsigned numbers. For keys with rows, it has ``keys``, ``weight``, the optimizer
-state, and the records of ``hybrid/embedding/worker/key_maps.py`` as ``counts`` and ``last_steps``. For
-pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. Records also count the
-steps of earlier runs, whose keys the run continues; ``steps_before`` has their number. An export has only
-``keys`` and ``weight``; records are made up.
+A shard's file has its keys in ascending order, as unsigned numbers. For keys with rows, it has the arrays
+``keys``, ``weight``, the optimizer state, and the two parts of the records in ``key_maps.py``: ``counts`` and
+``last_steps``. For pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. The
+number of a record's step includes the steps of an earlier run whose keys this run has taken over:
+``steps_before``. An export has only ``keys`` and ``weight``; :func:`map_keys` makes up the other arrays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StoredKeys(NamedTuple):
     records_R2: npt.NDArray[np.int64]  # key and record of each row
     rows: Arrays  # the rows ("weight") and their optimizer state
     pending_P2: npt.NDArray[np.int64]  # key and record of each pending key
-    num_steps: int  # number of steps that the records count: steps of earlier runs and of this run
+    num_steps: int  # number of steps of earlier runs and of this run, to which the records refer
 
 
 def pack_keys(
@@ -52,7 +52,8 @@ def pack_keys(
     """Return the tensors of a shard's file, in the order of keys.
 
     Args:
-        records_R2: key and record by row; the record of an unused row is negative.
+        records_R2: key and record of each row; the record of an unused row is negative.
+        pending_P2: key and record of each pending key.
         tensors: rows and optimizer state; each is removed once it is copied, to free its memory.
     """
     used = np.flatnonzero(records_R2[:, 1] >= 0)

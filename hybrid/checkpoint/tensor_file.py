@@ -130,7 +130,7 @@ def release_pages(array: npt.NDArray[Any]) -> None:
 
 
 def expect_random_reads(array: npt.NDArray[Any]) -> None:
-    """Let the system read only single pages of the file of a mapped array, instead of up to megabytes."""
+    """Let the system read only the pages of a mapped array that are used, without reading ahead."""
     _advise(array, mmap.MADV_RANDOM)
 
 
@@ -145,7 +145,7 @@ def _advise(array: npt.NDArray[Any], advice: int) -> None:
 def read_tensors(
     path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
 ) -> dict[str, Tensor]:
-    """Read the named tensors of a file. For the arguments, see :func:`hybrid.storage.files.local_copy`."""
+    """Read the named tensors of a file, of any type; else as :func:`map_arrays`."""
     with _opened(path, sha256, root) as local:
         read_header(local)  # checks its length
         return load_file(local)
@@ -165,7 +165,7 @@ def read_header(local: Path) -> bytes:
 
 @contextmanager
 def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
-    """Yield a local path of a file. A file in an object store is fetched and verified."""
+    """Yield a local path of a file, fetched from a store and verified; errors become a CheckpointError."""
     try:
         with storage.local_copy(path, sha256, root=root) as local, _reading(path):
             yield local
@@ -203,7 +203,7 @@ def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]
 
 
 def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """Undo :func:`pack_dense`: return the state dict of the net, and the optimizer's ``state``."""
+    """Return the arguments of :func:`pack_dense`; CheckpointError if a name is not of its form."""
     net = {name.removeprefix("net."): t for name, t in packed.items() if name.startswith("net.")}
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in packed.items():

@@ -61,7 +61,8 @@ class Backend:
         snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
 
     Attributes:
-        texts: further files of each checkpoint, by name.
+        texts: content of further files in each checkpoint, by name.
+        logs: the logs of the script's clusters that have called ``log``; finished when the script ends.
     """
 
     is_single_process = False
@@ -71,8 +72,6 @@ class Backend:
     group: dist.ProcessGroup
     snapshot: Path | None
     texts: dict[str, str] = field(default_factory=dict, init=False)
-
-    # Of the clusters of the script that have called `log`; finished when the script ends.
     logs: list[ScriptLog] = field(default_factory=list, init=False)
 
     def warn(self, message: str) -> None:
@@ -80,7 +79,7 @@ class Backend:
         warnings.warn(message, stacklevel=2)
 
     def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        """Create the tables on the workers."""
+        """Create the tables on the workers; ConfigError if a key does not apply to custom loops."""
         raise NotImplementedError
 
     def prepare_data(self) -> str:

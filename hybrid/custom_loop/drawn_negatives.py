@@ -12,9 +12,8 @@ class Negatives:
     """Items drawn in each step from all items, with replacement, for :meth:`Cluster.batches`.
 
     Besides the arguments, the draws of a step depend only on ``run.seed``, the step and the name of their
-    column. So they are the same for any number of trainers and workers, and after a restart. All trainers
-    compute the same ids and look up their rows. An id takes 8 bytes of a message, and a row of dimension D
-    takes 2 D or more.
+    column. So they are the same for any number of trainers and workers, and after a restart. Every trainer
+    computes all ids, and looks up all of their rows.
 
     Args:
         number: number of items per step, at most all of them: more would cost more than a full softmax.

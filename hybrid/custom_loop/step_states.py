@@ -31,7 +31,7 @@ class StepState(StrEnum):
 
 
 class StepCall(NamedTuple):
-    """A call that depends on the state: of the script, of autograd, or of the loop itself."""
+    """A call by the script, by autograd or by the loop itself, which only some states permit."""
 
     transitions: Mapping[StepState, StepState]  # the state after the call, for each state that permits it
     error: str = "a loop does not make this call"  # the error in other states

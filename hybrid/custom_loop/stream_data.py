@@ -1,7 +1,7 @@
 """The rows of a stream, for custom training loops.
 
-Trainer 0 finds the units, and sends each one to the other trainers. Every trainer reads its lanes, as in
-configured runs.
+The rows come in units, such as files. Trainer 0 finds the units, and sends each one to the other trainers.
+Every trainer reads the rows of its lanes, as in configured runs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class StreamData(EncodedData):
     All trainers call each method together.
 
     Args:
-        report: receives what trainer 0 reads or waits for.
+        report: receives messages about what is read or waited for.
 
     Raises:
-        ConfigError: ``data.stream`` is none, or does not permit this.
+        ConfigError: ``data.stream`` is none; or ``hybrid compare`` cannot read it twice.
         DataError: the first unit is missing, or cannot be read.
     """
 
@@ -117,7 +117,11 @@ class StreamData(EncodedData):
             self._end_unit()
 
     def end(self) -> None:
-        """End the stream; DataError if it must not end here."""
+        """End the last unit, with a warning about rows that are left.
+
+        Raises:
+            DataError: ``data.stream`` names a later unit, a file has changed, or too many rows are invalid.
+        """
         cursor = self._cursor
         if self._trainer == 0 and (left := cursor.source.end(cursor.unit or cursor.last)):
             self._backend.warn(left)
@@ -125,18 +129,18 @@ class StreamData(EncodedData):
             self._end_unit()
 
     def pause(self, step: int) -> None:
-        """Stop reading after ``step`` steps; :meth:`open` continues there."""
+        """Stop reading after ``step`` steps of the loop; :meth:`open` continues there."""
         if self._reader is not None:
             self.progress(step)
             self._forget()
 
     def close(self) -> None:
-        """End the background reading of a pass that the script leaves; its position remains known."""
+        """Stop the background reading of a pass that the script leaves; :meth:`pause` keeps the position."""
         if self._batches is not None:
             self._batches.close()
 
     def progress(self, step: int) -> dict[str, Any]:
-        """Return the position after ``step`` steps, for the progress of a checkpoint."""
+        """Move the position to that after ``step`` steps, and return it for the progress of a checkpoint."""
         cursor = self._cursor
         if self._reader is not None:
             self._advance(step)
@@ -148,7 +152,7 @@ class StreamData(EncodedData):
         return cursor.pack()
 
     def restore(self, stored: Checkpoint) -> None:
-        """Continue where a checkpoint was taken, with its encoding of columns.
+        """Continue at the position in a checkpoint, with its encoding of columns.
 
         Raises:
             CheckpointError: the checkpoint has no position in a stream, or other columns.
@@ -164,7 +168,7 @@ class StreamData(EncodedData):
             check_unchanged(self._cursor.unit.files)
 
     def scale_as(self, stored: Checkpoint) -> None:
-        """Scale numbers as the model of a checkpoint expects them."""
+        """Scale numeric columns as the encoder of a checkpoint does, if it has one."""
         if storage.exists(stored.files_folder / FILE_NAME):
             before = FeatureEncoder.load(stored.files_folder, with_values=False)
             self._set_encoder(with_scaling_of(self.config, before, self._encoder))

@@ -44,7 +44,7 @@ class TrainerGroup:
         return values if is_trained else values.detach().cpu()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return a JSON value of each trainer, in the order of their ranks."""
+        """Return the values of all trainers, in the order of their ranks; they are sent as JSON."""
         line = bytearray(f"{json.dumps(value)}\n".encode())
         lines = bytes(self.gather(torch.frombuffer(line, dtype=torch.uint8)).tolist())
         return [json.loads(each) for each in lines.splitlines()]

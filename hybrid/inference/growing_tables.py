@@ -58,7 +58,7 @@ class GrowingTable(nn.Module):
         return self.ordered_keys[:-1] ^ _SIGN
 
     def update(self, keys_U: Tensor, rows_UD: Tensor, evicted_E: Tensor) -> None:
-        """Replace or add the rows of ``keys_U``; remove the rows of those ``evicted_E`` that have one."""
+        """Replace or add the rows of ``keys_U``, and remove the rows of ``evicted_E`` that exist."""
         ordered_N, weight = self.ordered_keys[:-1], self.weight.detach()
         row_U = torch.searchsorted(ordered_N, ordered_U := keys_U ^ _SIGN)
         is_new_U = (self.ordered_keys[row_U] != ordered_U) | (row_U == len(ordered_N))
@@ -138,7 +138,7 @@ def _has_zeros(table: TableSpec) -> bool:
 
 
 def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
-    """Return the result of :func:`random_rows` for int64 keys, with operators that torch can export."""
+    """Return the initial rows of keys, as :func:`random_rows` does, by operators that torch can export."""
     counter_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim)
     hashes_UD = hash_ids((counter_UD + _signed(random_salt(seed, table.name))) * _STEP)
     values_UD = _shift(hashes_UD, 40).to(torch.float32) * 2**-24

@@ -109,8 +109,6 @@ def _layout(
 
 @dataclass
 class PreparedRows:
-    """The rows of prepared data."""
-
     dataset: PreparedDataset
 
     @property

@@ -43,7 +43,7 @@ class TrainedRun:
         *,
         uses_data: bool = False,
     ) -> TrainedRun:
-        """Read the best checkpoint of a run, or a given checkpoint.
+        """Read the best checkpoint of a run, or a given checkpoint or export.
 
         Args:
             warn: receives a line for each damaged checkpoint.
@@ -73,14 +73,18 @@ class TrainedRun:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """The blueprint of the nets, and of the tables without shards."""
+        """The blueprint of the nets and of the tables, each of which is in one shard."""
         spec = self.encoder.input_spec
         tables = table_specs(self.config, spec)
         unsharded = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
         return Blueprint(self.config, spec, unsharded)
 
     def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
-        """Build the dense net, and the remote net if there is one, with trained parameters."""
+        """Build the dense net, and the remote net if there is one, with trained parameters.
+
+        Raises:
+            CheckpointError: a custom loop wrote the checkpoint, or its files are of other nets.
+        """
         if CUSTOM_LOOP in self.stored.manifest.progress:
             rule = "add --module FILE.py:FUNCTION, which makes its module, or use hybrid.load(FOLDER, MODULE)"
             raise CheckpointError(f"{self.stored.folder} was saved by a custom training loop; {rule}")

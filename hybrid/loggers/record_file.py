@@ -14,7 +14,7 @@ from hybrid.storage.file_formats import parse_json, replace_non_finite
 from hybrid.storage.private_files import open_file
 
 METRICS_FILE = "metrics.jsonl"
-NO_NUMBERS = ("kind", "phase_seconds", "unit")  # fields of a record
+NO_NUMBERS = ("kind", "phase_seconds", "unit")  # fields of a record that are no numbers
 _MAX_LOG_BYTES = 1 << 30
 
 # Fields of a line of metrics.jsonl, or of restarts.jsonl.
@@ -38,7 +38,7 @@ class AppendOnlyFile:
         self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
-        """Append a record of metrics.jsonl."""
+        """Append a record of metrics.jsonl, with the present time."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         self.write(f"{json.dumps(replace_non_finite(record), allow_nan=False)}\n".encode())
 

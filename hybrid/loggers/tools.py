@@ -19,7 +19,7 @@ class LoggedRun:
     """A run that starts or resumes."""
 
     name: str
-    folder: Path  # the run folder, where a logger may keep the id of the run in its tool
+    folder: Path  # the run folder, where a logger may store the id of the run in its tool
     config: Mapping[str, Any]  # the values of the configuration by key, such as "train.batch_size"
     step: int  # number of steps taken; values of later steps were logged before a restart and are invalid
 
