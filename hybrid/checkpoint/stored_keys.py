@@ -134,8 +134,10 @@ def _find_problem(arrays: Arrays, widths: Widths, buckets: range, step: int) -> 
     of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in _OF_KEYS}
     if not of_rows.items() >= widths.items():
         return OTHER_SHAPE
-    if arrays[STEPS_BEFORE].shape != (1,) or not 0 <= (step := step + arrays[STEPS_BEFORE][0]) <= _MAX_STEP:
+    steps_before = arrays[STEPS_BEFORE]
+    if steps_before.shape != (1,) or not 0 <= step + steps_before[0] <= _MAX_STEP:
         return f"has invalid {STEPS_BEFORE}"
+    step += int(steps_before[0])
     for prefix, names in (("", of_rows), (PENDING, ())):
         keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
         lengths = {len(each) for each in (keys, counts, last_steps, *(arrays[name] for name in names))}

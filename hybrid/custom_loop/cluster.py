@@ -98,8 +98,8 @@ class Cluster:
             ConfigError: there is no such split, or two columns of a batch would have the same name.
             ConfigError, DataError: the data cannot be prepared. Under ``hybrid run``, the run ends instead.
         """
-        source, config = self._backend.prepare_data(), self._backend.config
-        self._data_source = source
+        config = self._backend.config
+        self._data_source = source = self._backend.prepare_data()
         if missing := {*splits} - {*config.data.splits}:
             rule = f"leaves the splits {', '.join(config.data.splits)}; there is no split {min(missing)!r}"
             raise ConfigError("data.validation", rule, config.data.validation)
@@ -341,7 +341,7 @@ class Cluster:
         Raises:
             CheckpointError: the checkpoint is of another model, or all are damaged.
             ConfigError: another run uses the folder, or it cannot be created.
-            RuntimeError: a step has begun, or the script has already called it.
+            RuntimeError: the call is not the first one, or comes after the first step.
             ValueError: ``every_steps`` is below 1.
         """
         if every_steps < 1:

@@ -90,13 +90,13 @@ def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.
 def _optimizer_spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
     """Return the specification of an optimizer; ValueError if an argument is out of range."""
     spec = OptimizerSpec(name, lr, **settings)
-    above_zero = [("lr", spec.learning_rate), ("eps", spec.eps), ("beta", spec.ftrl_beta)]
-    at_least_zero = [("weight_decay", spec.weight_decay), ("l1", spec.ftrl_l1)]
-    below_one = [("momentum", spec.momentum), *(("betas", beta) for beta in spec.betas)]
-    for pair in (*above_zero, *at_least_zero, *below_one):
-        is_valid = 0 <= pair[1] < (1 if pair in below_one else math.inf)
-        if not is_valid or (pair in above_zero and not pair[1]):
-            raise ValueError(f"{name}: {pair[0]} cannot be {pair[1]}")
+    values = [("lr", spec.learning_rate), ("eps", spec.eps), ("beta", spec.ftrl_beta)]
+    values += [("weight_decay", spec.weight_decay), ("l1", spec.ftrl_l1)]
+    values += [("momentum", spec.momentum), *(("betas", beta) for beta in spec.betas)]
+    for argument, value in values:
+        limit = 1 if argument in ("momentum", "betas") else math.inf
+        if not 0 <= value < limit or (value == 0 and argument in ("lr", "eps", "beta")):
+            raise ValueError(f"{name}: {argument} cannot be {value}")
     return spec
 
 

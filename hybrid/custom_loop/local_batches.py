@@ -212,7 +212,8 @@ def _rebatch(chunks: Iterable[Any], size: int, slicing: Slicing) -> Iterator[Any
         num_complete = num_read if whole is None or is_last else num_read - 1
         if start == num_read or (stop > num_complete and not is_last):
             continue
-        joined, first = held[0] if len(held) == 1 else _map_columns(_concatenate, *held), start
+        joined = held[0] if len(held) == 1 else _map_columns(_concatenate, *held)
+        first = start
         ends_G = None if whole is None else start + _checked_group_ends(joined, whole, size)
         while stop <= num_complete or (is_last and start < num_read and not slicing.drop_last):
             # A range may end before the last group does.
@@ -464,7 +465,8 @@ class EncodedData:
     def columns_of(self, batch: Batch) -> dict[str, Any]:
         """Return the columns of a batch, as a dict."""
         values = features_of(batch, self.input_spec)
-        for t, task in enumerate(tasks := self.config.all_tasks):
+        tasks = self.config.all_tasks
+        for t, task in enumerate(tasks):
             values[task] = by_task(batch.labels, len(tasks))[:, t]
             if batch.weights is not None:
                 values[f"{task}.weights"] = by_task(batch.weights, len(tasks))[:, t]

@@ -377,7 +377,8 @@ class TrainingLoop:
             DataError: the copy fails with so few samples, but not with the first batch.
         """
         last, self._last_size = self._last_size, 0
-        if last and self._training is not None and inputs is (batch := self._training.batch).device_columns:
+        batch = None if self._training is None else self._training.batch
+        if last and batch is not None and inputs is batch.device_columns:
             start, stop = slice_bounds(last, self._backend.trainer, self._backend.group.size())
             size = max((stop - start) // self._rules.micro_batches, 1)
             error = self._try(inputs, batch.drawn, size) if last < batch.global_size else None

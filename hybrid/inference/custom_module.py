@@ -16,7 +16,7 @@ from hybrid.custom_loop.embedding_modules import EmbeddingBag, Jagged, TableModu
 from hybrid.custom_loop.local_batches import DENSE
 from hybrid.embedding.table_spec import Pooling
 from hybrid.errors import ConfigError, HybridError
-from hybrid.inference.growing_tables import hash_ids
+from hybrid.inference.table_modules import hash_ids
 from hybrid.inference.trained_module import TrainedModule, load_parameters, pool_bags
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.user_code.user_modules import load_function

@@ -24,7 +24,7 @@ from hybrid.checkpoint.deltas import (
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.errors import CheckpointError, StorageError
-from hybrid.inference.growing_tables import GrowingTable
+from hybrid.inference.table_modules import GrowingTable
 from hybrid.inference.trained_module import ConfiguredModule
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.storage.remote_path import StoragePath, parse_path

@@ -31,7 +31,7 @@ from hybrid.checkpoint.stored_keys import find_buckets, map_keys
 from hybrid.checkpoint.tensor_file import map_arrays, pack_dense, release_pages, write_tensors
 from hybrid.data.encode import feature_encoder
 from hybrid.embedding.table_spec import TableSpec
-from hybrid.inference.growing_tables import GrowingTable, Shards
+from hybrid.inference.table_modules import GrowingTable, Shards
 from hybrid.inference.trained_module import TrainedModule
 from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of, range_of_shard
 from hybrid.storage import files as storage
@@ -105,7 +105,8 @@ class TableExport:
         files: Files = {}
         new: list[Mapping[str, npt.NDArray[Any]]] = []
         for index in range(count):
-            path = folder / (name := shard_file(table.name, index, count))
+            name = shard_file(table.name, index, count)
+            path = folder / name
             part = range_of_shard(index, count, total)
             own = _select(changes, part, table.growth is not None)
             if last is not None and name in self._files and not own:

@@ -25,8 +25,8 @@ from hybrid.custom_loop.local_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.inference.growing_tables import GrowingTable, MappedTable, read_by_key
 from hybrid.inference.raw_rows import table_batch
+from hybrid.inference.table_modules import GrowingTable, MappedTable, read_by_key
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec
 from hybrid.metrics import Predictions, compute_predictions

@@ -36,7 +36,7 @@ from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpe
 from hybrid.engine.model_builder import Blueprint
 from hybrid.inference import table_export
 from hybrid.inference.custom_module import CustomModule
-from hybrid.inference.growing_tables import GrowingTable, MappedTable, initial_rows, read_by_key
+from hybrid.inference.table_modules import GrowingTable, MappedTable, initial_rows, read_by_key
 from hybrid.inference.trained_module import ConfiguredModule, load
 from hybrid.inference.trained_run import TrainedRun
 from workers.cli.command_line import main

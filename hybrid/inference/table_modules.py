@@ -1,6 +1,6 @@
-"""Growing tables of a checkpoint, read by key: in memory, or in memory-mapped files.
+"""Tables of a checkpoint as modules: growing tables in memory, and any tables in memory-mapped files.
 
-A lookup of a key without a row returns its initial row, or zeros, as ``TableSpec.growth`` defines.
+A growing table returns the initial row of a key without a row, or zeros, as ``TableSpec.growth`` defines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from hybrid.embedding.table_spec import TableSpec
 from hybrid.primitives.bfloat16_arrays import assign_rows, to_floats
 from hybrid.primitives.key_hashes import NUM_BUCKETS, bucket_of
 
-# The arrays of each file of a table; see :func:`hybrid.checkpoint.stored_keys.map_keys`.
+# The arrays of each file of a table, from :meth:`Checkpoint.map_rows` or :func:`map_keys`.
 Shards: TypeAlias = Sequence[Mapping[str, npt.NDArray[Any]]]
 ReadRows: TypeAlias = Callable[[npt.NDArray[np.int64]], Mapping[str, npt.NDArray[Any]]]
 
@@ -59,8 +59,9 @@ class GrowingTable(nn.Module):
 
     def update(self, keys_U: Tensor, rows_UD: Tensor, evicted_E: Tensor) -> None:
         """Replace or add the rows of ``keys_U``, and remove the rows of ``evicted_E`` that exist."""
-        ordered_N, weight = self.ordered_keys[:-1], self.weight.detach()
-        row_U = torch.searchsorted(ordered_N, ordered_U := keys_U ^ _SIGN)
+        weight = self.weight.detach()
+        ordered_N, ordered_U = self.ordered_keys[:-1], keys_U ^ _SIGN
+        row_U = torch.searchsorted(ordered_N, ordered_U)
         is_new_U = (self.ordered_keys[row_U] != ordered_U) | (row_U == len(ordered_N))
         weight[row_U[~is_new_U]] = rows_UD[~is_new_U].to(weight.dtype)
         is_kept_N = ~torch.isin(ordered_N, evicted_E ^ _SIGN)
