@@ -348,7 +348,7 @@ class TrainingLoop:
             current = self._evaluation or CurrentBatch(self._evaluation_ticket())
         self._use_prefetched(current)
         known = current.vectors.get(call.key)
-        if known is None or known.version not in (None, known.vectors._version):  # changed in place
+        if known is None or (known.version is not None and known.version != known.vectors._version):
             ticket = current.ticket
             if current is self._training:  # lower indices belong to prefetched lookups
                 index = self._rules.micro_batches + current.num_lookups + len(current.zeros)
