@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +32,6 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
-from hybrid.embedding.table_spec import TableSpec
 from hybrid.engine.retrieval import ItemRanking
 from hybrid.errors import HybridError
 from hybrid.metrics import Predictions
@@ -224,7 +222,7 @@ class Comparison:
             blueprint.dense_net(),
             blueprint.remote_net(),
             session.total_steps,
-            partial(initial_rows_of_keys, self._config.run.seed),
+            lambda table, keys: random_rows(np.array(keys, np.uint64), table, self._config.run.seed),
             item_counts,
         )
         for table, keys in reference.keys.items():
@@ -332,11 +330,6 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
             times = f"{ratio:,.1f} times" if ratio < 1000 else "over 1000 times"
             table.add_row(parameter, *cells, times, style="red")
     return table
-
-
-def initial_rows_of_keys(seed: int, table: TableSpec, keys: Sequence[int]) -> Tensor:
-    """Return the initial rows of ``keys``, which are numbers from 0 to 2**64 - 1, of a growing table."""
-    return random_rows(np.array(keys, np.uint64), table, seed)
 
 
 def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch, ...]]:
