@@ -108,7 +108,8 @@ class UpdateBarrier(Generic[Contribution]):
             is_ready = self._ledger.is_ready(ticket)
             if not is_ready:
                 if ticket.purpose is Purpose.PREFETCH:
-                    replaced = [each for each in self._waiting if each.ticket.key == ticket.key]
+                    key = ticket.key
+                    replaced = [each for each in self._waiting if each.ticket.key == key]
                 is_timed = ticket.purpose is not Purpose.PREDICT
                 span = self._clock.begin("wait", ticket.step) if is_timed else None
                 self._waiting = [each for each in self._waiting if each not in replaced]

@@ -21,6 +21,15 @@ class Purpose(StrEnum):
     PREFETCH = "prefetch"  # a separate call brings the gradients
 
 
+class LookupKey(NamedTuple):
+    """The fields of a ticket that identify the lookup."""
+
+    trainer: int
+    step: int
+    lookup_index: int
+    purpose: Purpose
+
+
 class Ticket(NamedTuple):
     """The identity of a lookup, and the number of updates that must precede it."""
 
@@ -37,9 +46,9 @@ class Ticket(NamedTuple):
     checksum: int = 0
 
     @property
-    def key(self) -> "Ticket":
-        """The fields that identify the lookup; equal for lookups of different batches for the same step."""
-        return self._replace(version=0, checksum=0)
+    def key(self) -> LookupKey:
+        """The identity of the lookup; equal for lookups of different batches for the same step."""
+        return LookupKey(self.trainer, self.step, self.lookup_index, self.purpose)
 
     @property
     def plain(self) -> PlainTicket:

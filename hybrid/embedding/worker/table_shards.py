@@ -20,7 +20,7 @@ from hybrid.errors import ClusterError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.hosted_module import HostedModule
-from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.ticket import LookupKey, Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 # Pooling more ids takes longer than waking a thread.
@@ -63,8 +63,8 @@ class TableShards(HostedModule, TableSource):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Items of prefetched lookups that wait for gradients, by Ticket.key; empty until a lookup runs.
-        self._prefetched: dict[Ticket, list[Item]] = {}
+        # Items of prefetched lookups that wait for gradients; empty until a lookup runs.
+        self._prefetched: dict[LookupKey, list[Item]] = {}
         self._distinct_rows: dict[int, DistinctStepRows] = {}  # rows of the next update, by group
         self._distinct_rows_lock = threading.Lock()
         is_ahead = rules.mode is UpdateMode.LOOKAHEAD
@@ -134,9 +134,9 @@ class TableShards(HostedModule, TableSource):
     def send_gradients(
         self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
     ) -> Future[list[Tensor]]:
-        if ticket.key not in self._prefetched:
+        items = self._prefetched.pop(ticket.key, None)
+        if items is None:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
-        items = self._prefetched.pop(ticket.key)
         self.contribute(ticket, items, grads, should_update_here=attached is not None)
         if attached is not None:
             return self.lookup(attached.ticket, attached.items)
