@@ -99,7 +99,9 @@ class RunSection:
     folder: str = option(
         "", "Run folder, or its URL in an object store (docs/storage.md); empty for a new folder under runs/."
     )
-    seed: int = model(1, "Seed of tables, dense nets, shuffling and synthetic data.", minimum=0)
+    seed: int = model(
+        1, "Seed of tables, dense nets, shuffling, random test rows and synthetic data.", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

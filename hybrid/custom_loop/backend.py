@@ -126,7 +126,7 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     """Return the update rules of a custom loop.
 
     Raises:
-        ConfigError: a key does not apply to custom loops.
+        ConfigError: a key does not apply to custom loops, or a schedule that ends has no number of steps.
     """
     if config.dense.ddp == "inside":
         rule = "must be outside or none in a custom training loop, whose module has no stages"

@@ -476,7 +476,7 @@ class Cluster:
         self._save(parse_path(folder), objects)
 
     def _save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
-        """Write a checkpoint that records the best evaluation so far; see :meth:`save`."""
+        """Write a checkpoint with the best evaluation ``best``; see :meth:`save`."""
         loop, manifest_path = self._require_loop(), folder / MANIFEST_FILE
         loop.flush()
         is_resumed = loop.history.before != LoopProgress()

@@ -436,7 +436,11 @@ class TrainingLoop:
         return torch.cat([self._tables.lookup(request, ticket).outputs()[0] for request in requests])
 
     def backward(self, terms: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """See :meth:`Cluster.backward`, whose arguments are the first and the further ``terms``."""
+        """Compute the gradients of a sum of weighted means; for errors, see :meth:`Cluster.backward`.
+
+        Args:
+            terms: of each mean, a value per sample, and the weights or None.
+        """
         current = self._current(step_states.BACKWARD)
         if self._rules.micro_batches > 1 and any(weights is not None for _, weights in terms):
             rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"

@@ -1,4 +1,4 @@
-"""A dense net on a worker, shared by all trainers and updated once per step."""
+"""A dense net on a worker, which all trainers share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 class HostedNet(HostedModule):
-    """A net for all trainers; their gradients are merged in trainer order into one optimizer step.
+    """A net for all trainers; the gradients of an update are added in trainer order to one optimizer step.
 
     Args:
         net: has no buffers, since calls run concurrently.

@@ -119,7 +119,11 @@ def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> D
 
 
 def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """Build one of ``HISTORY_NETS``: the history becomes a vector beside those of all other columns."""
+    """Build one of ``HISTORY_NETS``: the history becomes a vector, like each other column.
+
+    Raises:
+        ConfigError: candidate and history differ in width, or the heads do not divide the width.
+    """
     dense, call = config.dense, config.dense.net_call
     layout = ColumnLayout(config, input_spec, widths)
     candidate, history = layout.vector(call["candidate"]), layout.sequence(call["history"])

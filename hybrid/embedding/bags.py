@@ -75,7 +75,7 @@ def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> lis
 
 
 def ids_dtype(num_rows: int) -> torch.dtype:
-    """Return int32 if it holds all ids below ``num_rows``, else int64."""
+    """Return the dtype of ids of a table: int32 if ``num_rows`` fits, else int64."""
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
 
 

@@ -17,7 +17,7 @@ def as_array(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a mapped array unchanged; for bfloat16, return a copy as float32."""
+    """Return a float32 copy of bfloat16 numbers of a mapped file (dtype ``V2``), or another array itself."""
     if array.dtype.kind != "V":
         return array
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 _MAP_NORESERVE = 0x4000  # a constant of mmap from Python 3.13 on
 
 
-def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_reserved: bool = False) -> Tensor:
+def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_overcommitted: bool = False) -> Tensor:
     """Return zeros of ``shape`` in memory of :func:`large_pages`.
 
     Rows are read and written at random. With pages of 4 KiB, nearly every access misses the TLB.
@@ -19,16 +19,19 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_reserved: 
     size = math.prod(shape)
     if not size:
         return torch.zeros(*shape, dtype=dtype)
-    return torch.frombuffer(large_pages(size * dtype.itemsize, is_reserved), dtype=dtype).view(*shape)
+    return torch.frombuffer(large_pages(size * dtype.itemsize, is_overcommitted), dtype=dtype).view(*shape)
 
 
-def large_pages(num_bytes: int, is_reserved: bool = False) -> mmap.mmap:
+def large_pages(num_bytes: int, is_overcommitted: bool = False) -> mmap.mmap:
     """Return zeroed memory, in pages of 2 MiB if possible; it is allocated when it is first written to.
 
     Args:
-        is_reserved: whether ``num_bytes`` may exceed the memory of the system.
+        is_overcommitted: whether ``num_bytes`` may exceed the memory of the system, until it is written to.
+
+    Raises:
+        OSError: the system refuses the mapping.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_reserved else 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_overcommitted else 0)
     buffer = mmap.mmap(-1, num_bytes, flags=flags)
     with suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)

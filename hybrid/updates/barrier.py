@@ -251,7 +251,15 @@ class UpdateBarrier(Generic[Contribution]):
             self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Send the squared norm of a step to the trainers that request it, and wait for :meth:`set_scale`."""
+        """Send the squared norm of a step to the trainers that request it, and wait for :meth:`set_scale`.
+
+        Returns:
+            The factor of the gradients; None to drop them.
+
+        Raises:
+            ClusterError: no decision arrives in time, or the barrier is closed.
+            Exception: the error with which the barrier has failed.
+        """
         norm = update.squared_norm()
         with self._changed:
             self._norms = {step: norm}

@@ -108,7 +108,7 @@ class Run(DisturbedRun):
 
     def __init__(self, folder: Path, arguments: Sequence[str], script: str = "") -> None:
         self.folder = folder
-        self._arguments = [sys.executable, "-P", "-m", "workers"]
+        self._arguments = [sys.executable, "-P", "-m", "hybrid"]
         self._environment, self._is_script = dict(os.environ), bool(script)
         self.usage: dict[str, list[Usage]] = {}
         if script:

@@ -52,7 +52,7 @@ def main() -> int:
         except HybridError as error:
             print(f"scripts/slurm: {error}\n{job.output}", file=sys.stderr)
             return 1
-        arguments = "-m workers launch --config job.toml --set run.folder=undisturbed"
+        arguments = "-m hybrid launch --config job.toml --set run.folder=undisturbed"
         subprocess.run(
             [sys.executable, *arguments.split()],
             cwd=folder,

@@ -24,7 +24,7 @@ from hybrid.security.secret import Secret
 from workers.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-HYBRID = (sys.executable, "-m", "workers")
+HYBRID = (sys.executable, "-m", "hybrid")
 COMMAND_SECONDS = 60.0
 LEFT_SECONDS = 0.5
 # A regular expression of the moment at which an endless run is stopped.

@@ -1,6 +1,6 @@
 """Commands that start fast, because they are forked from a process that has imported torch.
 
-They run as ``python -m workers`` does, but start no interpreter: neither for the command, nor under
+They run as ``python -m hybrid`` does, but start no interpreter: neither for the command, nor under
 ``launch`` for the server that forks the roles.
 """
 

@@ -260,7 +260,12 @@ class Trainer:
         return Predictions.concatenate(parts)
 
     def describe(self) -> tuple[str, str | None]:
-        """Return the size of the local dense net with its GPU, and a warning about it, if there is one."""
+        """Describe the dense net.
+
+        Returns:
+            A text with the number of parameters of the whole net, and the GPU if there is one; and a warning
+            about batch normalization, or None.
+        """
         gpu = describe_device(self._device, self._config.cluster.trainers)
         return f"{self._num_parameters:,} parameters{gpu}", self._warning
 

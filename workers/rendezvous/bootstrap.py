@@ -216,7 +216,7 @@ def lead(
 def join(
     role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()
 ) -> Iterator[JoinedCluster]:
-    """Join a cluster as a trainer or a worker, and leave it at the end.
+    """Join a cluster as a trainer or a worker, yield it, and leave it at the end.
 
     After an error, end the process by :func:`end_now`, or join another cluster in the same role. At exit,
     Python would wait for threads of torch, which may wait for a lost role.
@@ -226,7 +226,8 @@ def join(
         settings: settings of this role; see :func:`apply_settings`.
 
     Raises:
-        ClusterError: there is no master, the role is already taken, or another role was lost.
+        ClusterError: there is no master, it is frozen, the role is already taken, or another role was lost or
+            cannot be reached.
         ConfigError: a setting is not allowed for one role, this host does not have the configured interface,
             or the master has another secret.
         HybridError: the cluster has no such role, the master has other versions, or the limit of open files

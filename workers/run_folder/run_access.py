@@ -128,7 +128,7 @@ def command_name() -> str:
     script = Path(sys.executable).with_name("hybrid")
     if shutil.which("hybrid"):
         return "hybrid"
-    return os.path.relpath(script) if script.exists() else "python -P -m workers"
+    return os.path.relpath(script) if script.exists() else "python -P -m hybrid"
 
 
 def checkpoint_root(folder: Path) -> StoragePath:

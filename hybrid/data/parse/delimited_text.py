@@ -97,7 +97,10 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 
 
 def parse_lines(text: bytes, layout: Layout) -> TableBlock:
-    """Return the required columns of lines without a header. Each line is parsed as a separate row."""
+    """Return the required columns of lines without a header, whose fields are ``data.columns``.
+
+    No row continues on the next line. Blank lines are skipped; the text ends with a line feed.
+    """
     parser = _Parser(layout.data.columns, layout, joins_lines=False)
     return parser.parse(_Lines(_normalize(text, layout), 1, 0))
 

@@ -51,7 +51,8 @@ _ATTEMPT = "attempt.txt"
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the folder name of prepared data: a hash of everything that determines the data.
 
-    The spelling of paths does not change it. By default, ``files`` are those of ``config``, which must exist.
+    The spelling of paths does not change it. By default, ``files`` are those of ``config``; for errors,
+    see :func:`find_input_files`.
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"

@@ -289,7 +289,10 @@ class PartitionReader:
         self._log = InvalidRowLog(config.data.max_invalid_fraction)
 
     def batches(self) -> BatchStream:
-        """Return the batches, without end; ``global_size`` is the number of this trainer's samples."""
+        """Return this trainer's batches, without end.
+
+        Their ``global_size`` counts this trainer's samples only: the caller adds those of the others.
+        """
         is_over = threading.Event()
         return BatchStream(self._read(is_over), is_over=is_over)
 

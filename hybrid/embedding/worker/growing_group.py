@@ -56,7 +56,7 @@ class GrowingGroup(TableGroup):
         # Addresses cost nothing, so they are reserved for as many rows as the host's memory would hold.
         self._capacity = psutil.virtual_memory().total // bytes_per_row(self._table)
         self._keys = KeyMap(self._shard, self._growth, self._capacity)
-        super().__init__(group, dtype, self._capacity, partial(zeros_in_large_pages, is_reserved=True))
+        super().__init__(group, dtype, self._capacity, partial(zeros_in_large_pages, is_overcommitted=True))
         self.ids_end = KEYS_END
 
     def initialize(self, seed: int) -> dict[str, int]:

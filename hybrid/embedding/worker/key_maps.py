@@ -253,7 +253,7 @@ class KeyMap:
         self._growth = growth
         self._bucket_limit = growth.max_rows // NUM_BUCKETS  # largest number of rows of a bucket; 0 for any
         self._capacity = capacity
-        self._memory = large_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS), is_reserved=True)
+        self._memory = large_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS), is_overcommitted=True)
         self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
         self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
         self._map = self._slots_S2, self._logs_N

@@ -208,7 +208,7 @@ def test_commands_for_the_user_can_be_called(monkeypatch: pytest.MonkeyPatch, tm
     script.parent.mkdir()
     monkeypatch.setattr("sys.executable", str(script.with_name("python")))
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert command_name() == "python -P -m workers"
+    assert command_name() == "python -P -m hybrid"
     script.touch(mode=0o755)
     assert command_name() == "bin/hybrid"
     monkeypatch.setenv("PATH", str(script.parent))
