@@ -3,11 +3,12 @@
 The caller is ``workers/controller/remote_trainer.py`` for a configured run, and
 ``hybrid/custom_loop/training_loop.py`` for the loop of a script::
 
-    for each step       seed the random numbers; the feed has started the lookups in time
-      micro-batch       recording: the lookup is sent; the caller computes the forward pass and the loss
+    for each step       seed the random numbers
+      micro-batch       recording: in sync mode, the lookup is sent, else it was sent earlier; the caller
+                        computes the forward pass and the loss
                         backward: gradients go to the tables; those of the net are added up and reduced
-      decide            all trainers agree on the factor of the gradients
-                        the caller updates the net; workers update the tables
+      decide            with clipping or skipping, all trainers agree on the factor of the gradients
+                        the caller updates the net
 
 The vectors of prefetched lookups enter the graph as values, and separate messages return their gradients.
 Without a remote net, such a graph is local to this process. Its backward pass then avoids the threads and the

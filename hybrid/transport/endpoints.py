@@ -132,6 +132,6 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
         return make_failure(error)
 
 
-# Functions that can be called by socket, and by RPC. Lookups for training are called by RPC.
+# The functions that each transport can call. RPC has lookups of sync mode, sockets all others.
 SOCKET_CALLS = (lookup, exchange)
 CALLS = (lookup, echo, process_status, call_net, squared_norm, create, invoke)

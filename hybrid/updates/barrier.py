@@ -7,7 +7,8 @@ In ``sync`` mode::
     worker                                          all arrived: one update ────┘
 
 A lookup states how many updates it must see. Until these are applied, it waits as a future, without a thread.
-The ``ledger`` decides what an update waits for, in each mode.
+In ``lookahead`` mode, lookups arrive earlier, and wait in the same way (``docs/exact.md``). The ``ledger``
+decides what an update waits for, in each mode.
 """
 
 import threading

@@ -34,7 +34,7 @@ class Ledger(Generic[Contribution]):
     Every trainer takes part in every step. The gradients of a trainer are applied in the order of steps.
 
     Attributes:
-        version: number of updates applied.
+        version: number of updates applied or dropped.
     """
 
     def __init__(self, rules: UpdateRules, version: int = 0) -> None:

@@ -173,7 +173,7 @@ class Trainer:
         Args:
             until: the call ends after the first step that reaches this event time.
         """
-        if self._config.data.is_topic:  # no look-ahead, because the rows of later steps may not exist yet
+        if self._config.data.is_topic:  # read only the steps of this call: later rows may not exist yet
             assert self._stream is not None
             self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before, until)
         return self._train(num_steps, until)

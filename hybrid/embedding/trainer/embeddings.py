@@ -1,4 +1,4 @@
-"""The trainer's side of a lookup: from the ids of a batch to vectors, in one message per worker and step.
+"""The trainer's side of a lookup: from the ids of a micro-batch to vectors, in one message per worker.
 
 For ids that are not pooled, the trainer requests each distinct row once and copies it to the samples. The
 gradients of each row are summed before they are sent. With skewed ids, this moves a fraction of the bytes.

@@ -84,7 +84,7 @@ class SocketClient:
     Args:
         connection: owned by this object.
         timeout_seconds: how long to wait until a call is sent, or for a response. The time between these
-            waits is not limited: a prefetched lookup is sent two steps before its vectors are needed.
+            waits is not limited: a prefetched lookup is sent more than a step before its vectors are needed.
     """
 
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
