@@ -27,7 +27,7 @@ class HybridError(Exception):
 
     @property
     def kind(self) -> type[Exception]:
-        """OutageError if the chain of causes has an OutageError, else the class of this error."""
+        """OutageError if this error, or a HybridError that caused it, is one; else ``type(self)``."""
         cause = self.__cause__
         is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
         return OutageError if is_outage else type(self)
@@ -66,7 +66,7 @@ class StorageError(HybridError, OSError):
 
     Args:
         message: the path, the action, the reason, and what to do.
-        reason: the part of the message that does not name the path.
+        reason: the message without the path, for ``strerror``; empty for the whole message.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -87,7 +87,7 @@ class ClusterError(HybridError):
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the name of an error's class; in another process, :func:`error_class` returns the class."""
+    """Return the name of :attr:`HybridError.kind`, or of another error's class, for :func:`error_class`."""
     return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 
 
@@ -98,9 +98,9 @@ def error_class(name: str) -> type[Exception]:
 
 
 def describe_exception(error: Exception) -> str:
-    """Return the text that reports an exception of a call to the caller in another process.
+    """Return a text with class name and message of an exception, for the caller in another process.
 
-    RPC keeps only the text of an exception, and adds text of torch. :func:`parse_exception` finds this text.
+    RPC sends only text, and torch adds text around it. :func:`parse_exception` returns the two parts.
     """
     return f"{_PREFIX}{error_kind(error)}: {error}"
 

@@ -77,7 +77,7 @@ class Best(NamedTuple):
 
 
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
-    """Return ``step`` as the best step if its ``metric`` is better than ``best``, else return ``best``.
+    """Return a Best of ``step`` if its ``metric`` exists and is better than ``best``, else return ``best``.
 
     Any number is better than NaN. Any number is better than a ``best`` with another metric.
     """
@@ -246,7 +246,7 @@ def dense_file(trainer: int) -> str:
 
 
 def write_text(folder: StoragePath, name: str, text: str) -> Files:
-    """Write a text file of a checkpoint, and flush it to the disk."""
+    """Write and flush a text file; return its entry for the manifest. CheckpointError on failure."""
     content = text.encode()
     with write_errors(folder / name):
         storage.write_bytes(folder / name, content)
@@ -311,9 +311,9 @@ def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy a vocabulary into a checkpoint, and return the new file of the checkpoint.
+    """Copy a vocabulary for a checkpoint; return the new files in the checkpoint.
 
-    The checkpoints of a run share one copy in the run folder, which is not returned.
+    The checkpoints of a run share one copy in the run folder. For these, the result is empty.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -334,7 +334,7 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Return the empty folder for the files of checkpoint ``folder``; CheckpointError if that exists."""
+    """Return an empty folder for the files of a new checkpoint; CheckpointError if ``folder`` exists."""
     if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
         raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):

@@ -1,4 +1,4 @@
-"""The reader of a checkpoint, whose rows any number of workers can load: files have tables, not workers."""
+"""The reader of a checkpoint. Any number of workers can load rows: files belong to tables, not to workers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: StoragePath) -> Checkpoint:
-        """Open one checkpoint. :meth:`Manifest.verify` compares the checksums.
+        """Open one checkpoint, without comparing checksums (:meth:`Manifest.verify` compares them).
 
         Raises:
             CheckpointError: there is none, or a file is missing or its size differs from the manifest.
@@ -192,7 +192,7 @@ class Checkpoint:
         return rows_RD
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of one shard from a checkpoint with any number of shards.
+        """Fill the tensors of one shard from a checkpoint, not an export, with any number of shards.
 
         Args:
             into: "weight" and optimizer state of shard ``index`` of ``count``, as views.
@@ -247,7 +247,7 @@ def _candidates(folder: StoragePath) -> list[StoragePath]:
 
 
 def _newest_export(folder: StoragePath) -> StoragePath:
-    """Return the newest export in the output of ``hybrid export --follow``; another ``folder`` unchanged."""
+    """Return the newest export if ``folder`` is the output of ``hybrid export --follow``, else ``folder``."""
     path = folder / CURRENT_FILE
     if not storage.exists(path):
         return folder

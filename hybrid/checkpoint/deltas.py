@@ -61,7 +61,7 @@ class DeltaChain:
         return self.deltas[-1] if self.deltas else self.base
 
     def after(self, identity: str) -> Sequence[ModelVersion] | None:
-        """Return the deltas from the model ``identity`` to the last; None if they do not include its next."""
+        """Return the deltas after the model ``identity``; None if the chain lacks the first of them."""
         if identity == self.last.identity:
             return ()
         parents = [delta.parent for delta in self.deltas]

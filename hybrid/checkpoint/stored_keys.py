@@ -2,9 +2,9 @@
 
 A shard's file has its keys in ascending order, as unsigned numbers. For keys with rows, it has the arrays
 ``keys``, ``weight``, the optimizer state, and the two parts of the records in ``key_maps.py``: ``counts`` and
-``last_steps``. For pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. The
-number of a record's step includes the steps of an earlier run whose keys this run has taken over:
-``steps_before``. An export has only ``keys`` and ``weight``; :func:`map_keys` makes up the other arrays.
+``last_steps``. For pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. If
+the keys come from an earlier run, steps count from the start of that run. ``steps_before`` is the number of
+steps before this run. An export has only ``keys`` and ``weight``; :func:`map_keys` makes up the other arrays.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ _LENGTH_BYTES = 8
 
 
 def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
-    """Write named tensors as one file of a checkpoint, and flush it to the disk.
+    """Write and flush named tensors as one file of a checkpoint; return its entry for the manifest.
 
-    Tensors are on the CPU. Tensors that are not contiguous are copied one at a time.
+    Tensors must be on the CPU. Tensors that are not contiguous are copied one at a time.
 
     Raises:
         CheckpointError: the file cannot be written, or the format lacks the type of a tensor.
@@ -98,8 +98,8 @@ def map_arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Map the named tensors of a file into memory, read-only; pages are read on access.
 
-    This does not use safetensors, whose mapping reserves memory for the whole file. For the arguments, see
-    :func:`hybrid.storage.files.local_copy`.
+    This does not use safetensors, whose mapping reserves memory for the whole file. A fetched file must have
+    the checksum ``sha256``. Below the folder ``root``, links to a local file are refused.
 
     Raises:
         CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
@@ -145,7 +145,7 @@ def _advise(array: npt.NDArray[Any], advice: int) -> None:
 def read_tensors(
     path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
 ) -> dict[str, Tensor]:
-    """Read the named tensors of a file, of any type; else as :func:`map_arrays`."""
+    """Return the named tensors of a file, of any type; arguments and errors as in :func:`map_arrays`."""
     with _opened(path, sha256, root) as local:
         read_header(local)  # checks its length
         return load_file(local)

@@ -112,7 +112,7 @@ class Key:
 
     @property
     def rule(self) -> str:
-        """The rule for values as text, for example ``an integer, at least 1``."""
+        """A text that describes valid values, for example ``an integer, at least 1``."""
         if self.signatures is not None:
             return self.signatures.rule
         if self.choices:
@@ -265,7 +265,7 @@ class CallSignatures:
 
     @property
     def rule(self) -> str:
-        """The names as text, such as ``one of step, cosine``; if there is one only, with its arguments."""
+        """The names as text, such as ``one of step, cosine``; a single name also has its arguments."""
         return self._one_of(self._keys) if len(self._keys) > 1 else self.forms
 
     @property

@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the master's ``config`` with the ``--set`` of a role; ConfigError if one of them is invalid."""
+    """Return ``config`` with a role's ``--set``; ConfigError if a key is invalid or only for the master."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -200,7 +200,7 @@ def validate(config: RunConfig) -> None:
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the configuration as TOML text, which ``load_config`` reads as an equal one."""
+    """Return the configuration as TOML text, from which ``load_config`` reads an equal configuration."""
     blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
     for kind in NAMED_KEYS:
         for name in getattr(config, kind):
@@ -211,7 +211,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values that a resumed run keeps, by dotted key: JSON values, or only a value's name."""
+    """Return the JSON values that a resumed run keeps, by dotted key; if ``is_name_fixed``, only names."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

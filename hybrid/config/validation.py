@@ -67,7 +67,7 @@ def check_rules(config: RunConfig) -> None:
 
 
 def _check_initial(key: str, table: TableSection) -> None:
-    """Raise ConfigError if a tensor file lacks ``positions(FILE)``, or if ``positions`` has an ``init``."""
+    """Raise ConfigError for a tensor file without ``positions(FILE)``, or ``positions`` with an ``init``."""
     call = INITIAL_CALLS.parse(key, table.initial)
     if call.name == "positions" and table.init != "uniform":
         raise ConfigError(key, "has all rows of the table, so init must not be set", table.initial)
@@ -188,7 +188,7 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError if the delimiter is invalid, or a label, as ``value_of`` reads it, means 1 and 0."""
+    """Raise ConfigError if the delimiter is invalid, or if a label (``value_of``) means both 1 and 0."""
     if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
         raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}

@@ -36,10 +36,10 @@ class Bags(NamedTuple):
 # A request to one group of a worker's tables: index of the group, and rows within the group.
 Item: TypeAlias = tuple[int, Bags]
 
-# The last request to a worker for the training of a custom module, whose loss may leave out some vectors. The
-# gradient of its response marks each bag of the other requests, then each table: 1, or 0 if the loss does not
-# use the bag or table, which is then not updated. For requests of 3 and 2 bags, and 2 tables, of which the
-# loss does not use the second request and the last table, the marks are 1 1 1, 0 0, 1 0. No marks mean ones.
+# The last request of a custom module's training lookup, whose loss may not use all vectors. The gradient
+# of its response has a mark for each bag of the other requests, then for each table: 0 if the loss does not
+# use the bag or table, which is then not updated, else 1. Example: requests of 3 and 2 bags, 2 tables; the
+# loss does not use the second request and the last table: 1 1 1, 0 0, 1 0. No marks mean all ones.
 MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
@@ -80,9 +80,9 @@ def ids_dtype(num_rows: int) -> torch.dtype:
 
 
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Return one vector per bag, (bags, D), and the bags with ``winners_BD``. An empty bag gives zeros.
+    """Return one vector per bag, (bags, D), and the bags. An empty bag gives zeros.
 
-    The rows may change before the backward pass, which needs the winners of max pooling.
+    For max pooling, the returned bags have ``winners_BD``, since rows may change before the backward pass.
     """
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags
@@ -212,7 +212,7 @@ class RowGradients:
         )
 
     def select(self, rows_U: Tensor) -> RowGradients:
-        """Return the gradients under the new row numbers ``rows_U``; drop rows with a negative number."""
+        """Return a copy whose i-th row has the number ``rows_U[i]``; drop rows whose number is negative."""
         selected = copy(self)
         is_kept_U = rows_U >= 0
         selected.rows_U = rows_U[is_kept_U]

@@ -77,7 +77,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
             ``table.has_initial_state``.
 
     Returns:
-        The number of filled rows, not counting the row for missing and unknown values.
+        The number of filled rows, not counting row 0 of the table (in prepared data, for missing values).
 
     Raises:
         DataError, CheckpointError: the source cannot be read, or does not fit the table.
@@ -137,7 +137,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function that maps the keys of a block to rows of shard ``index``, or -1 for other shards."""
+    """Return a function from the keys of a block to rows of shard ``index``; -1 for keys without a row."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
@@ -180,7 +180,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Map keys of a growing table to rows of shard ``index``; ``texts`` are the values of the shard."""
+    """Map a growing table's keys to rows of shard ``index`` with the values ``texts``; -1 for other keys."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

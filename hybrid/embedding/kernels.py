@@ -33,7 +33,7 @@ _ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted b
 
 
 def compiled(*signatures: str) -> Callable[[Function], Function]:
-    """Compile for these signatures during import, before roles are forked.
+    """Return a decorator that compiles for these signatures during import, before roles are forked.
 
     Multiplications and additions may be fused, as in torch's gradients of weighted bags.
     """
@@ -102,7 +102,7 @@ def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write the address of each id; an id is row ``id // count`` of shard ``id % count``."""
+    """Write addresses: ``bases_KS[k, id % n] + id // n`` for table k with ``n = counts_K[k]`` shards."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -263,17 +263,17 @@ def sum_rows(
     scale: float,
     rate: float,
 ) -> float:
-    """Sum the gradients of all bags with a distinct id, in order; write the sums, or add them to a table.
+    """Sum, for each distinct id, the gradients of its bags, in order; write the sums, or update a table.
 
     Args:
         starts_V: bounds of the runs of equal ids in ``sources_L``, for a block of the distinct ids.
         sources_L: the bag of each id, in the order of the sorted ids.
-        out_UD: receives the sums; not used with a table.
+        out_UD: receives the sums; not used if ``table_RD`` is given.
         weights_L: factor of the gradient of each id, in the order of the sorted ids; None for ones.
         rows_U: the distinct ids; needed for a table, and for max pooling.
         winners_BD: for max pooling, the row of each maximum. A row gets only those columns of a gradient in
             which the row has the maximum. None for other pooling.
-        table_RD: ``table_RD[rows_U] += rate * (scale * sums)``, in the same pass; or None.
+        table_RD: if given, ``table_RD[rows_U] += rate * (scale * sums)`` is computed in the same pass.
 
     Returns:
         The sum of all sums. It is finite if all values are finite, unless it overflows.
@@ -324,7 +324,7 @@ _PUT = "void({0}[:,::1], {1}[::1], {0}[:,::1])"
 
 @compiled(*(_PUT.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
 def put_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
-    """``table_RD[rows_U] = part_UD``."""
+    """Compute ``table_RD[rows_U] = part_UD``."""
     for u in range(len(rows_U)):
         row = rows_U[u]
         for d in range(part_UD.shape[1]):
@@ -336,16 +336,16 @@ _ROUND = "void(uint16[:,::1], {1}[::1], {0}[:,::1], uint64[::1])"
 
 @compiled(*(_ROUND.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
 def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Words) -> None:
-    """``table_RD[rows_U] = part_UD`` in bfloat16, each value rounded up or down at random.
+    """Compute ``table_RD[rows_U] = part_UD`` in bfloat16; round each value up or down at random.
 
-    The probability of a neighbor grows linearly with the closeness to it, so the expected result is the
-    value. A random number of 16 bits is added to the bits of the value as float32, whose lower half is then
+    The probability of a neighbor falls linearly with its distance, so the expected result is the value. A
+    random number of 16 bits is added to the bits of the value as float32, whose lower half is then
     cut off. Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite,
     unless it is a float64 beyond the range of float32, which becomes infinity.
 
     Args:
-        seeds_U: for each row, a state of SplitMix64. Its numbers 0, 1, ... are for the columns 0 to 3, 4 to
-            7, ..., from the lowest bits on.
+        seeds_U: for each row, the state of a SplitMix64 generator. Each of the generator's numbers rounds
+            four columns; the lowest 16 bits round the first of them.
     """
     dim = part_UD.shape[1]
     words = np.empty((dim + 3) // 4, np.uint64)

@@ -168,7 +168,7 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
 
 
 def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
-    """Return the mean number of ids in a table's bags, by kind of pooling.
+    """Return, for each kind of pooling, the mean number of ids per bag of each pooled feature of a table.
 
     A trainer that pools requests the rows of each kind of pooling separately.
 
@@ -184,7 +184,7 @@ def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooli
 
 
 def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
-    """Return the mean numbers of ids and of vectors per sample for features without pooling."""
+    """Return the mean number of ids and the number of vectors per sample, of features without pooling."""
     ids = 0.0
     vectors = 0
     for name in table.features:
@@ -204,7 +204,7 @@ def should_trainers_pool(
 ) -> bool:
     """Return whether trainers pool the bags of a table.
 
-    With ``pooled_by`` "auto", trainers pool if that moves clearly fewer bytes. Trainers always do max pooling
+    With ``pooled_by`` "auto", they pool if this moves under half the bytes. Trainers always do max pooling
     for a split table: the gradient goes to the first of equal values in a bag, and a worker with some of the
     rows cannot tell which value is first. Trainers always pool the bags of growing tables, so that workers
     receive each key once.

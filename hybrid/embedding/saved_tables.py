@@ -1,7 +1,7 @@
-"""Stored rows with values, in blocks: tables of checkpoints, exports and Parquet files.
+"""Stored rows by feature value, in blocks: tables of checkpoints, exports and Parquet files.
 
-The values for a checkpoint or an export come from its encoder. Files are mapped into memory, and values are
-read in blocks, so a table may be larger than the memory. A Parquet file has a column of values as
+The encoder of a checkpoint or an export has the values of its rows. Files are mapped into memory, and values
+are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values as
 in the data, and a column of vectors (lists of numbers).
 """
 
@@ -57,8 +57,8 @@ class SavedTable:
         """Yield all rows and their optimizer state, in the order of their numbers.
 
         Args:
-            bounds: if given, yield one row per bucket of these bounds, instead of the stored buckets. A
-                bucket gets the row of the stored bucket that holds its middle.
+            bounds: new bounds for a column of buckets; other columns ignore them. Each new bucket gets the
+                row of the stored bucket that holds the new bucket's middle.
 
         Raises:
             CheckpointError, DataError: a file cannot be read, or its rows differ from the expected ones.
@@ -103,10 +103,10 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the stored row for each table row of a column of buckets with the bounds ``wanted``.
+    """Return the number of the stored row for each row of a column of buckets with the bounds ``wanted``.
 
-    It is the row of the stored bucket, one of those between the bounds ``stored``, that holds the middle of
-    the wanted bucket. Row 0, for missing values, stays row 0.
+    Each bucket gets the row of the stored bucket (bounds ``stored``) that holds the middle of the bucket.
+    Row 0, for missing values, stays row 0.
     """
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])

@@ -1,4 +1,4 @@
-"""Blocks of stored rows, and matrices in files; the rows of a matrix have no values.
+"""Blocks of stored rows, and readers of matrices in files, whose rows are found by position.
 
 A matrix is a tensor in a safetensors file or in a NumPy file (``.npy``). A source is a path or URL;
 ``path#name`` selects one of several tensors of a safetensors file. A file in an object store is fetched.
@@ -33,7 +33,7 @@ _Rows: TypeAlias = Callable[[slice], npt.NDArray[Any]]  # returns a range of the
 
 
 class SavedRows(NamedTuple):
-    """Some stored rows."""
+    """A block of stored rows."""
 
     # The identities of the rows. Either values: an Arrow array of texts, perhaps with a dictionary, with null
     # for the row of missing and unknown values. Or row numbers (for a growing table, keys): a NumPy array.
@@ -78,10 +78,10 @@ def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
 
 @contextmanager
 def open_matrix(source: str) -> Iterator[tuple[tuple[int, ...], _Rows]]:
-    """Open the matrix of a source; yield its shape and its rows.
+    """Open the matrix of a source; yield its shape, and a function that reads a slice of its rows.
 
     Raises:
-        DataError: the source is not a matrix of floating-point values.
+        DataError: the source cannot be read, or is not a matrix of floating-point values, or is empty.
         StorageError: the file cannot be fetched.
     """
     path, _, name = source.partition("#")

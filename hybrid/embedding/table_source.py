@@ -27,9 +27,9 @@ class TableSource(Protocol):
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
 
-        Rows in bfloat16 are sent as int16, unless all vectors for training are rounded. Autograd gives
-        integers no gradients. So for ``Purpose.TRAIN``, the result then ends with a tensor of zeros for each
-        int16 tensor, in the same shape, whose gradient is that of the rows.
+        Rows in bfloat16 are sent as int16, unless all vectors for training are rounded. Autograd computes no
+        gradients of integers. So for ``Purpose.TRAIN``, the result ends with a tensor of zeros of the same
+        shape for each int16 tensor. The gradient of these zeros is the gradient of the rows.
         """
 
     def send_gradients(
@@ -38,6 +38,6 @@ class TableSource(Protocol):
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            attached: a lookup in the same message, whose vectors are the result. If given, the thread that
-                receives the message applies an update that the gradients complete.
+            attached: a lookup in the same message, whose vectors are the result; without it, the result is
+                empty. With it, the receiving thread may apply an update that these gradients complete.
         """

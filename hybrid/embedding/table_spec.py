@@ -12,7 +12,7 @@ from hybrid.input_spec import InputSpec
 
 UNLIMITED_ROWS = 1_000_000  # an estimate for a growing table without a limit
 
-# The tensors of state of each optimizer with state: with a value per value of a row, and with one per row.
+# Names of the state tensors of each optimizer: first those of the shape (rows, D), then those of (rows,).
 STATE_TENSORS = {
     "momentum": (("buffer",), ()),
     "adagrad": (("sum",), ()),
@@ -136,7 +136,7 @@ class TableSpec:
 
     @property
     def address_key(self) -> AddressKey:
-        """Tables with equal keys share one range of row numbers; a growing table has a unique key."""
+        """The key of the table's address space. Tables of one width share a space, except growing tables."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:

@@ -61,7 +61,7 @@ def follow_changes(
     The changes of a new module are those since its checkpoint.
 
     Args:
-        in_memory: whether tables are in memory. Otherwise they keep the rows of the checkpoint.
+        in_memory: whether tables are in memory and receive the changes. If not, their rows never change.
     """
     follower: _Follower | None = None
     while True:
@@ -90,7 +90,7 @@ class _Follower:
     """A module, and the identity of its version in the chain of a run.
 
     Raises:
-        CheckpointError: the base checkpoint of the chain is missing, damaged, or another one.
+        CheckpointError: the base checkpoint is missing or damaged, or its identity is not the chain's.
     """
 
     def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool, in_memory: bool) -> None:
@@ -108,7 +108,7 @@ class _Follower:
         self.model.step, self.model.taken_at = version.step, version.taken_at
 
     def apply(self, version: ModelVersion) -> None:
-        """Apply the next delta to the model; CheckpointError if the delta is damaged."""
+        """Apply the delta ``version`` and add its rows to ``changes``; CheckpointError if it is damaged."""
         delta = open_delta(self._run, version)
         model, tables = self.model, self.model.trained.blueprint.tables
         changes = {

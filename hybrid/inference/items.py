@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Replace each sample's outputs by the rank of its item; see :meth:`ItemRanking.ranks`."""
+        """Return ``predictions`` with the :meth:`ItemRanking.ranks` of the samples' items as outputs."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
@@ -77,7 +77,7 @@ class Items:
         return dict(zip(SEARCHED, lists, strict=True))
 
     def write(self, folder: Path) -> list[str]:
-        """Write the names and vectors of all items as Parquet; return the name of the file."""
+        """Write all items as Parquet; return the file name in a list. For errors, see :attr:`names`."""
         values = pa.array(self.vectors_ID.float().flatten().numpy())
         vectors = pa.FixedSizeListArray.from_arrays(values, self.vectors_ID.shape[1])
         pq.write_table(pa.table({"item": self.names, "vector": vectors}), folder / ITEMS_FILE)

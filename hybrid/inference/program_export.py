@@ -54,8 +54,8 @@ class _PlainTensors(nn.Module):
 def export_program(model: TrainedModule) -> ExportedProgram:
     """Export a model as a program on plain tensors, for any number of samples and ids.
 
-    The program computes in the data type of the nets. So ``model.autocast`` is set to None, and its
-    parameters no longer require gradients.
+    The program computes in the data type of the nets. The model is changed: ``model.autocast`` becomes None,
+    and the parameters of the model no longer require gradients.
 
     Raises:
         HybridError: torch cannot export a net.

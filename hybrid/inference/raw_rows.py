@@ -97,7 +97,7 @@ def _layout(
     with_labels: bool = False,
     passthrough: Sequence[tuple[str, str]] = (),
 ) -> Layout:
-    """Return how files, or without ``files`` a table in memory, are read for a model."""
+    """Return the layout by which a model reads ``files``; if there are none, a table in memory."""
     config = trained.config
     data = create_file_section(config, files, trained.encoder.input_spec)
     if not files:  # a table in memory has the columns of side tables
@@ -158,11 +158,12 @@ class SourceRows:
             raise ConfigError(_INPUT, rule, "-")
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yield all rows, in their order.
+        """Yield the valid rows, or only those of ``selection``, in order; then set ``report``.
 
         Raises:
             ConfigError: the input lacks a column.
-            DataError: the input cannot be read, or has no valid row, or too many invalid ones.
+            DataError: the input cannot be read, has no valid row or too many invalid rows, or lacks rows of
+                ``selection``.
         """
         layout, encoder = self.layout, self.trained.encoder
         log = InvalidRowLog(layout.data.max_invalid_fraction)

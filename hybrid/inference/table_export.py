@@ -1,7 +1,8 @@
 """An export of tables: a checkpoint without optimizer state, which is written one shard at a time.
 
-A table has as many shards as are necessary for :data:`SHARD_BYTES` per shard, at most one per bucket. Shard
-``i`` of ``n`` has the ``i``-th of ``n`` ranges of rows, or of the buckets of a growing table.
+The number of shards of a table is the lowest power of two for which a shard has :data:`SHARD_BYTES` or less,
+but at most the number of buckets. Later exports never have fewer shards. Shard ``i`` of ``n`` has the
+``i``-th of ``n`` ranges of rows, or of the buckets of a growing table.
 """
 
 import os
@@ -136,7 +137,7 @@ class TableExport:
         return self._dtype or self.model.row_dtype(table)
 
     def _read(self, table: TableSpec, part: range, changes: Sequence[ChangedRows]) -> dict[str, Tensor]:
-        """Return the rows in the range ``part``, or in such a range of buckets, after ``changes`` in it."""
+        """Return the rows in ``part`` (:func:`_select`) with ``changes``; for a growing table, also keys."""
         shards, dtype = self._shards[table.name], self._row_dtype(table)
         if table.growth is None:
             mapped = MappedRows(shards, table.num_rows, self._has_ranges)
@@ -153,7 +154,7 @@ class TableExport:
 
 
 def _select(changes: Sequence[ChangedRows], part: range, is_growing: bool) -> list[ChangedRows]:
-    """Return the changes of rows in the range ``part``, or of keys in such a range of buckets."""
+    """Return the changes in ``part``: a range of row numbers, or of buckets if the table is growing."""
     position_of = bucket_of if is_growing else np.asarray
     selected = []
     for change in changes:

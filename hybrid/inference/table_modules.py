@@ -1,6 +1,6 @@
 """Tables of a checkpoint as modules: growing tables in memory, and any tables in memory-mapped files.
 
-A growing table returns the initial row of a key without a row, or zeros, as ``TableSpec.growth`` defines.
+For a key without a row, ``TableSpec.growth`` selects what a growing table returns: the initial row, or zeros.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +90,7 @@ class MappedTable(nn.Module):
     """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
 
     Args:
-        read: returns the rows with these numbers, or the keys of a growing table, as "weight".
+        read: returns, as "weight", the rows with given numbers; in a growing table, with given keys.
         dtype: data type of the vectors; ``to`` changes it, as it does for tables in memory.
     """
 

@@ -51,8 +51,8 @@ def load(
 ) -> nn.Module:
     """Load a trained model as a plain module for inference.
 
-    The tables of a run or a checkpoint are parameters in memory. The tables of an export stay in its files,
-    which are mapped into memory, so they may be larger than the memory.
+    Tables are parameters in memory. The exception is an export that is loaded without ``module``: its tables
+    stay in files, which are mapped into memory, so they may be larger than the memory.
 
     Args:
         folder: a run, of which the best checkpoint is used, a checkpoint, an export with tables, or the
@@ -93,7 +93,7 @@ def load(
 
 
 def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
-    """Load the parameters of a checkpoint, without rows, into a module; return its tables by name.
+    """Load the dense parameters of a checkpoint into a module; return the tables of the module by name.
 
     Raises:
         CheckpointError: the checkpoint is of another module.
@@ -109,7 +109,7 @@ def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableMod
 
 
 class Input(NamedTuple):
-    """A plain tensor of a batch."""
+    """Name, data type and shape of a plain tensor in a batch."""
 
     name: str
     dtype: torch.dtype
@@ -125,11 +125,11 @@ class TrainedModule(nn.Module):
     - ``dense``: the numeric columns, (samples, columns).
     - ``NAME`` of a categorical column: its ids, (samples,). If samples have any number of ids, the value is a
       :class:`hybrid.Jagged`, or a tensor of all samples' ids, with int64 ``NAME.offsets`` (samples + 1).
-    - ``NAME.weights``: the weights of ids, in the same form.
+    - ``NAME.weights``: the weights of the ids, a Jagged or a tensor as the ids; the offsets are the same.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
-    regression. With several tasks, names start with the task, as in ``click.probability``. For retrieval, it
-    has ``score`` (samples,) and ``user_vector`` and ``item_vector``.
+    regression. With several tasks, names start with the task, as in ``click.probability``. For retrieval, the
+    dict has ``score`` (samples,), and ``user_vector`` and ``item_vector`` (samples, D).
 
     Args:
         tables: the tables, with names as in the checkpoint.
@@ -210,7 +210,7 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return ``outputs_BO``, or ``outputs_B`` for one output, for columns like :func:`features_of`'s."""
+        """Return the outputs, (B, O), or (B,) if O = 1, for columns in the form of :func:`features_of`."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
@@ -331,9 +331,9 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 
 
 def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
-    """Return the first ``length`` rows of each bag, padded with zeros. The last column counts them.
+    """Return the first ``length`` rows of each bag, padded with zeros, and the number of these rows.
 
-    The result has the shape (bags, length * D + 1).
+    The result has the shape (bags, length * D + 1). The number is in the last column.
 
     Args:
         rows_LD, offsets: see :func:`pool_bags`.
@@ -366,9 +366,9 @@ def prediction_names(tasks: Mapping[str, TaskSection]) -> list[str]:
 
 
 def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[str, Tensor]:
-    """Return the predictions of a module, of shape (B,), or (B, C) for C classes.
+    """Return the predictions of a module by name, of shape (B,), or (B, C) for C classes.
 
-    For retrieval, the vectors ``user_vector`` and ``item_vector`` (B, D) follow the score, their dot product.
+    For retrieval, ``score`` (B,) is the dot product of ``user_vector`` and ``item_vector``, both (B, D).
     """
     if any(task.kind == "retrieval" for task in tasks.values()):
         users_BD, items_BD = outputs_BO.chunk(2, dim=1)

@@ -46,7 +46,7 @@ class TrainedRun:
         """Read the best checkpoint of a run, or a given checkpoint or export.
 
         Args:
-            warn: receives a line for each damaged checkpoint.
+            warn: receives one line about all damaged checkpoints that are skipped.
             trust_code: whether to trust a run that the user has not signed; see :func:`load_run_config`.
             uses_data: whether the data of the run will be read.
 

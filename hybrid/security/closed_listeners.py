@@ -5,8 +5,8 @@ built-in operator that reads a file, or send a length that exhausts the memory. 
 only at the start. After that, these sockets are closed, and so are accepted connections from processes
 outside the group.
 
-Torch continues to use the numbers of these descriptors, to wait for connections and to close the sockets. So
-each number is redirected (``dup2``) to an eventfd that is never ready, which needs no privilege.
+Torch later waits on the file descriptors of these sockets, and closes them. So each descriptor stays valid:
+``dup2`` replaces its socket by an eventfd that is never ready. This needs no privilege.
 """
 
 import json

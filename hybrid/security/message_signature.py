@@ -49,7 +49,7 @@ _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class PayloadKind(IntEnum):
-    """The kinds of payloads, each with what identifies the receiver of such a payload."""
+    """The kinds of payloads. The comments name the bytes that identify the receiver of each kind."""
 
     CALL = 1  # the RPC name of a role
     GATHER = 2  # nothing: torch's messages at start and end, which all roles receive
@@ -61,7 +61,7 @@ class ReplayWindow:
     """Accepts each message number once, in any order.
 
     Args:
-        max_early: how many numbers may overtake a missing one, which is then never accepted.
+        max_early: how many higher numbers may precede a missing number. After more, that number is rejected.
     """
 
     def __init__(self, max_early: int = _MAX_EARLY) -> None:
@@ -146,7 +146,7 @@ class Signatures:
         return kind, start[:_ID_BYTES], pickled
 
     def _key(self, start: bytes, receiver: bytes) -> AES256:
-        """Return the key of a sender and kind, the start of a header, and a receiver."""
+        """Return the key for a receiver and for the start of a header, which has sender and kind."""
         return AES256(self._secret.key("call", self._run_id + start + receiver))
 
 

@@ -75,7 +75,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Take gradients of a prefetched lookup, and execute the lookup that follows, if there is one."""
+    """Pass gradients of a prefetched lookup to the tables; return the vectors of the next lookup, if any."""
     number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]

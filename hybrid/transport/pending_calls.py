@@ -97,7 +97,7 @@ class PendingTensors(Generic[Result]):
         """Return the response.
 
         Raises:
-            RuntimeError: the call raised an exception; the text is that of :func:`describe_exception`.
+            RuntimeError: the call raised an exception. :func:`parse_exception` parses the text.
             ClusterError: the role rejected the call, or this process rejected the response.
             LostError: no response came within the timeout, or the connection broke.
         """

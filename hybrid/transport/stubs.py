@@ -131,14 +131,14 @@ class RemoteNet(RemoteHosted[HostedNet]):
 def create(
     role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing ``cls(*args)`` on ``role``, where the module of ``cls`` is imported."""
+    """Start constructing ``cls(*args)`` on ``role``, which imports ``cls``; the result is a stub."""
     number = secrets.randbits(_NUMBER_BITS)
     sending = _send(role, endpoints.create, number, cls, args, timeout_seconds=timeout_seconds)
     return Pending(role, sending, lambda _: Remote(role, number))
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
-    """Construct a module on ``role`` as a ``RemoteModule``; wait, and return the number of its stubs."""
+    """Construct a module on ``role`` as a ``RemoteModule``; wait, and return its number, for stubs."""
     # RemoteModule would report an exception of the constructor at the first use only.
     number = create(role, cls, *args, timeout_seconds=rpc.constants.UNSET_RPC_TIMEOUT).wait().number
     with addressed_to(role.rpc_name):
@@ -224,7 +224,7 @@ def start(
 
 
 def stop(timeout_seconds: float) -> None:
-    """Leave the cluster when all roles call this; after the timeout, leave alone and raise RuntimeError."""
+    """Wait until all roles call this, then leave the cluster; after the timeout, also raise RuntimeError."""
     try:
         rpc.api._all_gather(None, timeout=timeout_seconds)
         # Unlike rpc.shutdown, do not wait until references are deleted, which torch does in one cluster only.

@@ -133,7 +133,7 @@ class Embeddings:
 
 
 class DistinctRowsForGpu(NamedTuple):
-    """A single output ``rows_UD`` in pinned memory: the distinct rows, which a GPU copies to the ids."""
+    """The layout of one output ``rows_UD``: distinct rows in pinned memory, to be copied to ids on a GPU."""
 
     rows: DistinctRows
 
@@ -148,7 +148,7 @@ class DistinctRowsForGpu(NamedTuple):
 
 
 class ConcatenatedFeatures(NamedTuple):
-    """A single output ``pooled_BE`` with the concatenated vectors of all features."""
+    """The layout of one output ``pooled_BE``, the concatenated vectors of all features."""
 
     # The assembler of each route, and the output columns of each feature; None for all features in order.
     routes: Sequence[tuple[Assembler, list[slice] | None]]
@@ -253,7 +253,7 @@ class ModuleTables:
     def lookup(
         self, requests: Sequence[TableRequest], ticket: Ticket, earlier: Lookup | None = None
     ) -> Lookup:
-        """Start a lookup on all workers without waiting. Each worker then expects gradients.
+        """Start a lookup on all workers without waiting. In training, each worker then expects gradients.
 
         The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
         the loss, the backward pass reaches the lookup, even if the loss uses no vector. If the loss does not
@@ -310,7 +310,7 @@ class ModuleTables:
 
 
 class _SeparateCalls(NamedTuple):
-    """The output tensors of the calls of a custom module, and a scalar zero."""
+    """The layout with one output per call of a custom module, and a scalar zero."""
 
     calls: list[tuple[TableSpec, int]]  # table and number of vectors of each call
     # For each width, the calls without pooling: indices of the calls, numbers of ids, and the rows.

@@ -36,7 +36,7 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Convert gradients of the outputs to gradients of the response tensors. No result is a view.
+        """Convert gradients of the outputs to gradients of response tensors, none a slice of a larger one.
 
         Args:
             grads: with several outputs, None for an output that the loss does not use.
@@ -156,7 +156,7 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Put gradients into the order of :meth:`assemble`: None for rows in bfloat16, then their zeros'."""
+        """Order gradients as :meth:`assemble` orders tensors. Zeros get the gradients of bfloat16 rows."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]
@@ -209,7 +209,7 @@ class _Assemble(torch.autograd.Function):
 
 
 def contiguous_copy(grad: Tensor) -> Tensor:
-    """Return ``grad`` as a contiguous tensor that fills its storage; a copy if ``grad`` is a view.
+    """Return ``grad`` if it is contiguous and fills its storage, else a copy that does.
 
     RPC sends the whole storage of a view, and crashes on an empty view that starts beyond its storage.
     """

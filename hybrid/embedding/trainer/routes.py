@@ -2,7 +2,7 @@
 
 A route covers ``features``. ``request`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
-of responses. No gradient is a view, since RPC sends whole storages. A sequence has one vector per position.
+of responses. Gradients fill their storage: RPC sends whole storages. A sequence has one vector per position.
 These are the kinds of routes:
 
 ============= ======================== ============================== ==================================
@@ -92,7 +92,7 @@ class AddressSpace:
                 self.bases_KS[k, at.shard.index] = first[at.worker, at.group_number] + at.start
 
     def _address_keys(self, locations: Locations) -> None:
-        """Use the keys of a growing table as addresses; the order is that of unsigned numbers."""
+        """Use the keys of a growing table as addresses, ordered as unsigned numbers."""
         shards = sorted(locations[0], key=lambda at: at.shard.index)
         self._segments = [(at.worker, at.group_number, 0, torch.int64) for at in shards]
         self._addresses_end = kernels.KEYS_END
@@ -109,7 +109,7 @@ class AddressSpace:
         kernels.write_addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
 
     def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> DistinctRows:
-        """Append a request for each distinct row to ``items``.
+        """Append one request per segment to ``items``, with the distinct rows of the segment.
 
         Args:
             shape_BFD: shape of the vectors, with one vector per address.
@@ -125,7 +125,7 @@ class AddressSpace:
 
 
 class DistinctRows(NamedTuple):
-    """Assembles by copying each requested row to all positions of its id."""
+    """The assembler that copies each requested row to all positions of its id."""
 
     # Response slots, each with start and end of its rows among all distinct rows.
     slots: list[tuple[Slot, int, int]]
@@ -209,7 +209,7 @@ class SequenceRoute:
 
 
 class _Sequences(NamedTuple):
-    """Assembles by copying the row of each id to its position."""
+    """The assembler of sequences: copies the row of each id to its position; other positions are zeros."""
 
     rows: DistinctRows
     positions_L: Tensor  # position of each id among all positions of all samples
@@ -271,7 +271,7 @@ class BagRoute:
 
 
 class _PooledByWorkers(NamedTuple):
-    """Assembles by adding the partial sums of the workers, if there are several."""
+    """The assembler of bags that workers pool: adds the partial vectors of a split table's workers."""
 
     slots: list[Slot]
     shape_BFD: tuple[int, int, int]
@@ -308,7 +308,7 @@ class PoolRoute:
 
 @dataclass(eq=False, slots=True)
 class _PooledRows:
-    """Assembles by pooling the distinct rows, as a worker pools the rows of a table."""
+    """The assembler that pools the distinct rows, as a worker pools the rows of a table."""
 
     rows: DistinctRows  # the distinct rows, and the positions of their ids, which are sorted by bag
     bags: Bags  # of addresses; from vectors() on, of indices of distinct rows

@@ -90,7 +90,7 @@ class GrowingGroup(TableGroup):
     def _read_keys(
         self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, is_exact: bool = False
     ) -> int:
-        """Read keys, records, and the tensors ``names`` of a growing table; return the number of rows."""
+        """Read keys, records, tensors ``names`` (no others if ``is_exact``); return the number of rows."""
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
         start = self._keys.end

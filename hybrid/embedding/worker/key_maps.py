@@ -368,7 +368,7 @@ class KeyMap:
             self._double(smallest[:number])
 
     def _reserve(self, sizes_N: Ints, load: float) -> None:
-        """Give slots to buckets that would exceed a load with these numbers of keys."""
+        """Double the slots of buckets until none exceeds the load factor ``load`` with ``sizes_N`` keys."""
         while len(full := np.flatnonzero(sizes_N > load * (1 << self._logs_N))):
             self._double(full)
 
@@ -411,7 +411,7 @@ class KeyMap:
         self._free_R[1] = stop
 
     def _add(self, keys_E: Ints, values_E: Ints) -> npt.NDArray[np.int64]:
-        """Add keys with the values of their slots; return the number of them in each bucket."""
+        """Add keys with the values of their slots; return the number of added keys in each bucket."""
         sizes_N = np.bincount(bucket_of(keys_E), minlength=NUM_BUCKETS)
         self._reserve(self._sizes_N + sizes_N, _SOFT_LOAD)
         _insert(*self._map, np.ascontiguousarray(keys_E), values_E)

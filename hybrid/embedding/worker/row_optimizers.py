@@ -56,14 +56,14 @@ Zeros: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]  # makes a ten
 
 
 def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
-    """``full[rows_U] = part``, for a contiguous matrix or vector."""
+    """Compute ``full[rows_U] = part``, for a contiguous matrix or vector."""
     if len(part):
         matrix, rows = (tensor.view(len(tensor), -1).numpy() for tensor in (full, part))
         kernels.put_rows(matrix, rows_U.numpy(), rows)
 
 
 class StochasticRounding(NamedTuple):
-    """How updates of rows in bfloat16 are computed and rounded."""
+    """The arithmetic and the random numbers for updates of rows in bfloat16."""
 
     dtype: torch.dtype  # type of the arithmetic and of the state
     # Returns a random number for each row; see :func:`kernels.put_rounded_rows`.
@@ -71,10 +71,10 @@ class StochasticRounding(NamedTuple):
 
 
 class RowOptimizer:
-    """Updates rows of a weight matrix in place.
+    """The base class of optimizers that update rows of a weight matrix in place.
 
     Args:
-        rounding: for a matrix in bfloat16; None for other types, in which the arithmetic is done, too.
+        rounding: for a matrix in bfloat16, else None; the arithmetic is then in the type of the matrix.
 
     Attributes:
         state: tensors by name, of the type of the arithmetic; their first dimension is the row.

@@ -127,7 +127,7 @@ class TableGroup:
         return matches
 
     def shard_tensors(self, shard: Shard, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the rows of a shard ("weight") and their optimizer state, as views of the group."""
+        """Return views of a shard's rows ("weight") and state in the group, or in its copy ``tensors``."""
         start = self.group.starts[self.group.shards.index(shard)]
         of_group = self._tensors if tensors is None else tensors
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
@@ -236,7 +236,7 @@ class TableGroup:
         return next_of(next_of(salts_S + np.uint64(self._step))[shard_U] + keys_U.astype(np.uint64))
 
     def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
-        """Return the index of the shard of each row, and the row of its table, or the key."""
+        """Return, for each row of the group, the index of its shard, and its row in the table, or its key."""
         layout = [(start, each.count, each.index) for each, start in self.group.shard_starts]
         starts_S, counts_S, indices_S = np.array(layout).T
         shard_U = np.searchsorted(starts_S, rows_U, side="right") - 1
@@ -283,7 +283,7 @@ class TableUpdate:
         """Return the squared norm of all gradients.
 
         Raises:
-            NonFiniteError: see :meth:`apply`.
+            NonFiniteError: a gradient is not finite, and ``check_finite`` is set. No row has changed.
         """
         for group, gradients in self.gradients:
             total = float(gradients.sum_all().sum())

@@ -102,7 +102,7 @@ class TableShards(HostedModule, TableSource):
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
-        """Return pooled vectors, and the items with ``winners_BD`` for their gradients, without marks."""
+        """Return each item's vectors, and the items with ``winners_BD``; leave out :data:`MARKS`."""
         pooled = []
         recorded = []
         for group, bags in items[:-1] if has_marks(items) else items:
@@ -113,10 +113,10 @@ class TableShards(HostedModule, TableSource):
         return pooled, recorded
 
     def _as_stored(self, vectors_BD: Tensor) -> Tensor:
-        """Return vectors as a message has them if nothing is rounded: rows in bfloat16 as int16.
+        """Return vectors in the type that is sent without rounding. Rows in bfloat16 become int16.
 
-        So a trainer can tell rows from rounded vectors, whose gradients it rounds, too. A trainer widens
-        vectors to float32, so a run in float64 sends float64.
+        Vectors that are rounded to bfloat16 stay bfloat16, and trainers round their gradients, too. Trainers
+        widen int16 to float32 only, so in a run in float64, the rows are sent as float64.
         """
         if vectors_BD.dtype is self._dtype:
             return vectors_BD
@@ -175,7 +175,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return the gradients of bags with the mark 1; see :data:`MARKS`. Pooled bags have equal marks."""
+        """Return gradients of bags with mark 1, and idle tables; see MARKS. Pooled bags have equal marks."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []

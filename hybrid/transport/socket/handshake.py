@@ -78,7 +78,7 @@ class WorkerAddress(NamedTuple):
         return f"{self.interface}:{self.port}"
 
     def connect(self) -> socket.socket:
-        """Connect by a Unix socket within a host, else by TCP; OSError if that fails within five seconds."""
+        """Connect by a Unix socket within a host, else by TCP; OSError on failure, or after five seconds."""
         if self.host == host_id():
             connection = socket.socket(socket.AF_UNIX)
             address: Any = bytes.fromhex(self.name)
@@ -113,7 +113,7 @@ class Identity:
     timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
-        """Return the ciphers to and from another role; ``random`` is random bytes of worker and trainer."""
+        """Return the ciphers to and from another role; ``random`` has the bytes of worker, then trainer."""
         own, peer, context = self.role.rpc_name, other.rpc_name, self.run_id + random
         to = self.secret.key(f"socket from {own} to {peer}", context)
         back = self.secret.key(f"socket from {peer} to {own}", context)
