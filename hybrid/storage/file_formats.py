@@ -55,7 +55,7 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:
-    """Return a dataclass from a JSON object; TypeError or ValueError if a field has another type.
+    """Return a dataclass from a JSON object; TypeError or ValueError if a field is missing or invalid.
 
     Fields are plain values, dataclasses, named tuples, and tuples and dictionaries of these.
     """

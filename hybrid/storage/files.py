@@ -218,7 +218,7 @@ def local_copy(
     valid only inside the context; memory maps stay valid.
 
     Args:
-        sha256: the checksum that a fetched file must have; if it differs, ValueError is raised.
+        sha256: the checksum of a remote file, else ValueError; a file of this machine is not checked.
     """
     if not isinstance(path, RemotePath):
         with open_reader(path, root, follows_links=follows_links) as local_file:

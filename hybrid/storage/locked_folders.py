@@ -108,7 +108,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def build_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to ``target`` at the end; the caller holds the lock for it.
+    """Yield an empty folder that is renamed to ``target`` at the end; needs ``hold_lock(target)``.
 
     After an exception, the folder is removed. Unfinished folders of killed processes are removed first, also
     folders for other targets.

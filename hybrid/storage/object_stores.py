@@ -219,7 +219,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder (of Google's store: all files below it); OSError if the bucket does not exist."""
+    """List a folder (of Google's store: all files below); empty if it is missing, OSError without bucket."""
     from pyarrow import fs
 
     kind = filesystem.type_name

@@ -102,7 +102,7 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Return whether another user owns a folder, or may write to it; a mode of ``safe_mode`` permits that."""
+    """Return whether another user owns a folder, or may write to it; a ``safe_mode`` bit permits writing."""
     status = folder.stat()
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
@@ -111,7 +111,7 @@ def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
 
 
 def _unmapped_uid() -> int:
-    """Return the user id with which files of root appear: in a user namespace without root, not 0.
+    """Return the user id that files of root have here: 0, or the overflow id in a namespace without root.
 
     Files of other users have the same id there, so only the modes of files can protect them.
     """
@@ -134,7 +134,7 @@ def sync(path: Path) -> None:
 
 
 def choose_compile_cache() -> None:
-    """Give torch private cache folders in the user's cache folder, unless the user has set some.
+    """Set the cache folders of torch that the user has not set to private ones in the user's cache folder.
 
     If no private folder can be made there, torch and matplotlib get a temporary folder, which is removed when
     this process ends.

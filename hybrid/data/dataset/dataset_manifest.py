@@ -43,7 +43,7 @@ class LabelReport:
 
     @property
     def only(self) -> float | None:
-        """The only label in a classification task; None if labels differ."""
+        """The label that all samples of a classification task share, or None."""
         return self.lowest if self.kind in ("binary", "classes") and self.lowest == self.highest else None
 
 

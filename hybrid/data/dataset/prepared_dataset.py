@@ -11,8 +11,8 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
     group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batches.py)
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
     source_rows.npy  int64 (N,), the input row of each sample
-    bag_K_ids.npy, bag_K_offsets.npy     int32 (L,), or int64 if it grows; and int64 (N + 1,), of multi-hot
-                                         feature K
+    bag_K_ids.npy      int32 (L,), the ids of multi-hot feature K; int64 if its table grows
+    bag_K_offsets.npy  int64 (N + 1,), where the ids of each sample start, and where the last end
     bag_K_weights.npy  float32 (L,), if the ids of feature K have weights
 """
 
@@ -121,7 +121,7 @@ class PreparedDataset:
         )
 
     def gather(self, rows: npt.NDArray[np.int64], global_size: int) -> Batch:
-        """Return the samples ``rows`` (B,), in this order, a slice of a step of ``global_size`` samples."""
+        """Return the samples ``rows`` (B,), in this order: a slice of a batch of ``global_size`` samples."""
         return block_batch(self._samples.take(rows), self.input_spec)._replace(global_size=global_size)
 
 
@@ -151,7 +151,7 @@ def map_split(folder: Path, manifest: DataManifest, split: str) -> Arrays:
 
 
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
-    """Return a float32 column for each task; a vector for one task."""
+    """Return the values as a float32 tensor (B, T), or (B,) for one task."""
     return torch.from_numpy(values_BT.astype(np.float32, copy=False)).squeeze(1)
 
 
@@ -207,7 +207,7 @@ class SplitPosition(NamedTuple):
 
 
 class LabelSums(NamedTuple):
-    """Statistics of the labels of T tasks: for each task, of the samples of a block with a weight above 0."""
+    """Label statistics of T tasks in a block, over the samples with a weight above 0 for the task."""
 
     counts_T: npt.NDArray[np.int64]
     sums_T: npt.NDArray[np.float64]

@@ -1,7 +1,7 @@
 """The encoder of a model: rows to numbers, by vocabularies, hashing and scaling fitted on the training rows.
 
-Row 0 of every table is for missing values and for values unknown at training time. Bucket 0 of a column holds
-the numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]`` up to, but not including,
+In tables of fixed size, row 0 is for missing values and values unknown at training time. Bucket 0 holds the
+numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]`` up to, but not including,
 ``bounds[i]``.
 """
 
@@ -117,7 +117,10 @@ class SparseEncoding:
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
     def encode(self, column: pa.Array) -> Ids | EncodedBags:
-        """Return the table rows, or keys, of a column of a ``RawBlock``; integers are already that."""
+        """Return the table rows, or keys, of a column of a ``RawBlock``; of a multi-hot column, as bags.
+
+        Integers in the column are rows or keys already, and stay unchanged.
+        """
         if self.vocabulary == "buckets":
             numbers_B = column.to_numpy(zero_copy_only=False)
             rows_B = 1 + np.searchsorted(np.array(self.bounds), numbers_B, side="right")
@@ -147,7 +150,7 @@ class SparseEncoding:
 
 @dataclass(frozen=True, slots=True)
 class UnknownValues:
-    """The unknown values of a categorical column in a split: the training rows do not have them.
+    """The number of values of a categorical column in a split that the encoder does not know.
 
     The expected fraction is a leave-one-out estimate (Good, 1953): the fraction of training rows whose value
     would be unknown if the vocabulary came from all other rows. A far larger fraction means that the new rows
@@ -156,7 +159,7 @@ class UnknownValues:
     """
 
     name: str
-    count: int  # number of unknown values; 0 with ``vocabulary = hash``
+    count: int  # number of unknown values; with ``vocabulary = hash``, equal to ``several``
     num_values: int  # number of values, missing ones excluded
     expected: float | None  # expected unknown fraction in rows like the training rows; None for later rows
     # Number of rows with several values in a column of one value per row; they count as unknown.
@@ -299,7 +302,7 @@ class FeatureEncoder:
 
 @contextmanager
 def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeStringArray]]:
-    """Open the values of a column of vocabulary "build" of an encoder, in blocks; value i has row i + 1."""
+    """Yield an iterator of blocks of a column's values, for vocabulary "build"; value i has row i + 1."""
     content = _read_json(folder / FILE_NAME)
     index = next(each["values"] for each in content["sparse"] if each["name"] == column)
     with open_vocabularies(folder, content["vocabularies"]) as file:
@@ -316,10 +319,7 @@ def transform_columns(
 
 
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
-    """Return counts of K categorical columns of a block, (3, K), as in :class:`UnknownValues`.
-
-    The counts are unknown values, all values, and rows with several values in a single-valued column.
-    """
+    """Return ``count``, ``num_values`` and ``several`` of :class:`UnknownValues` for K columns, (3, K)."""
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
     for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
@@ -353,7 +353,7 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Map the name of the vocabulary file to its path, if the encoder has one; DataError if it is missing."""
+    """Return the vocabulary file by its name, or {}; DataError if missing, TypeError without checksum."""
     sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
     return {} if sha256 is None else {f"{sha256}.parquet": find_vocabularies(folder, sha256)}
 

@@ -55,7 +55,7 @@ class Moments(NamedTuple):
     def average_with(
         self, before: Sequence[DenseEncoding], columns: Sequence[Column], weight: float
     ) -> Moments:
-        """Return the mean of these moments, with ``weight``, and of those of an earlier scaling.
+        """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
 
         The new range covers both ranges. A column without numbers keeps the earlier scaling. A column that
         was missing or constant in the earlier scaling takes these moments.
@@ -92,7 +92,7 @@ class Moments(NamedTuple):
         )
 
     def encodings(self, columns: Sequence[Column]) -> tuple[DenseEncoding, ...]:
-        """Return the scaling of each column; a constant column is scaled to zeros."""
+        """Return the encoding of each column; a fitted scaling turns a constant column into zeros."""
         deviation_F = np.sqrt(self.squares_F / np.maximum(self.count_F, 1))
         size_F = np.abs(self.mean_F)
         constant_F = deviation_F <= 1e-12 * size_F
@@ -142,7 +142,7 @@ class Quantiles:
                 self._weights = np.full(half, step)
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
-        """Return the lower bounds of all but the lowest of equally full buckets; equal numbers share one."""
+        """Return the lower bounds of equally full buckets but the lowest; fewer if many numbers are equal."""
         if not len(self._values):
             return ()
         values, ends = self._sort()
@@ -216,7 +216,7 @@ class FittedStatistics:
 def group_by_vocabulary(
     columns: Sequence[Column], tables: Mapping[str, TableSection]
 ) -> dict[str, list[int]]:
-    """Group the indices of the columns by their vocabulary.
+    """Return the indices of the columns with a vocabulary, by the name of their table or column.
 
     Columns that share a table share its vocabulary, so a value has the same row for each of them.
     """

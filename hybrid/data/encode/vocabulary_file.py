@@ -96,10 +96,11 @@ def find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
 
 @contextmanager
 def open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFile]:
-    """Open the vocabulary file of the encoder in ``folder``; see :func:`find_vocabularies`.
+    """Open the vocabulary file of the encoder in ``folder``.
 
     Raises:
-        DataError: the file is missing, has another checksum, or claims more values than it can hold.
+        DataError: the file is missing or invalid, or has another checksum.
+        TypeError: ``sha256`` is no checksum.
     """
     path = find_vocabularies(folder, sha256)
     root = None if path.name == VOCABULARIES_FILE else path.parent.parent

@@ -52,7 +52,7 @@ def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
 
 
 def advance(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
-    """Return the position in a unit after ``num_steps`` further steps; it has offsets only for a topic."""
+    """Return ``unit`` with its position ``num_steps`` steps later; only units of a topic have offsets."""
     offsets = zip(unit.offsets, _rows_of_step(config, unit), strict=True)
     moved = tuple(offset + num_steps * rows for offset, rows in offsets)
     return replace(unit, step=unit.step + num_steps, offsets=moved)
@@ -133,7 +133,7 @@ class Topic:
             raise ConfigError("train.batch_size", rule, size)
 
     def find(self, last: StreamUnit | None) -> StreamUnit:
-        """Return the topic where a new run starts, or where the unit ``last`` ended for lack of rows."""
+        """Return the topic as a unit that begins where ``last`` ended, or at ``start`` of data.stream."""
         if last is None:
             is_latest = self._config.data.stream_call["start"] == "latest"
             edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
@@ -165,7 +165,7 @@ class Topic:
         return min(found // of_step for found, of_step in rows)
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the rows of the first steps: about 262,144, or those of one; see :meth:`Files.sample`."""
+        """Yield the rows of about 262,144 offsets, at least one step; DataError if no step is ready."""
         if unit is None or not (num_ready := self.count_steps(unit)):
             raise DataError(f"{self.name}: too few rows for the first step; check data.stream")
         config, partitions = self._config, range(len(unit.offsets))

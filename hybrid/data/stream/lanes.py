@@ -36,7 +36,7 @@ _KEPT_POSITIONS = 16
 
 
 def concatenate(parts: Sequence[EncodedBlock]) -> EncodedBlock:
-    """Return the samples of all parts, of which there is at least one; all have targets and equal columns."""
+    """Concatenate the samples of one or more blocks, which all have targets and the same columns."""
 
     def join(arrays: Iterable[Any]) -> Any:
         present = [array for array in arrays if array is not None]
@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def take(self, end: int) -> list[EncodedBlock]:
-        """Return rows until ``end`` rows are returned in all: at least one, unless the lane has ended."""
+        """Return the next rows, up to row ``end`` of the lane, but at least one; none after the last row."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):

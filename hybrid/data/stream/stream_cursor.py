@@ -48,7 +48,7 @@ def open_reader(
 
 
 class StreamCursor:
-    """The unit that is read, with the position in it; and the search for the next one.
+    """The current unit of a stream, the position in this unit, and the search for the next unit.
 
     Args:
         warn: receives each warning.
@@ -112,17 +112,17 @@ class StreamCursor:
         return False
 
     def fit_encoder(self) -> FeatureEncoder:
-        """Return the encoder of a new run, fitted on a sample of the first unit, which has rows.
+        """Return the encoder of a new run, fitted on a sample of the first unit.
 
         Raises:
             ConfigError: a file lacks a column.
-            DataError: the first unit is missing, or cannot be read.
+            DataError: the first unit is missing, has too few rows, or cannot be read.
         """
         self._report("reading a sample")
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return the encoder for the unit; with ``scaling_momentum``, its scaling follows a sample of it.
+        """Return the encoder for the unit; ``scaling_momentum`` adapts its scaling to a sample of a new unit.
 
         Raises:
             ConfigError: a file lacks a column.

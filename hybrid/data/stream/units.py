@@ -128,11 +128,11 @@ class Files:
         return None
 
     def count_steps(self, unit: StreamUnit) -> int:
-        """Return the number of steps, from the position on, for which all rows are there."""
+        """Return ``sys.maxsize``: the number of steps in a unit of files is not known in advance."""
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of up to 32 segments, evenly spread; DataError if none has a valid row."""
+        """Yield the first block of each of up to 32 evenly spread segments; DataError without a valid row."""
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
