@@ -25,34 +25,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybrid.custom_loop.cluster import Cluster as Cluster, connect as connect
-    from hybrid.custom_loop.drawn_negatives import Negatives as Negatives
+    from hybrid.custom_loop.cluster import Cluster, connect
+    from hybrid.custom_loop.drawn_negatives import Negatives
     from hybrid.custom_loop.embedding_modules import (
-        SGD as SGD,
-        Adagrad as Adagrad,
-        Adam as Adam,
-        AdamW as AdamW,
-        Embedding as Embedding,
-        EmbeddingBag as EmbeddingBag,
-        Ftrl as Ftrl,
-        Jagged as Jagged,
-        Momentum as Momentum,
-        RowwiseAdagrad as RowwiseAdagrad,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Embedding,
+        EmbeddingBag,
+        Ftrl,
+        Jagged,
+        Momentum,
+        RowwiseAdagrad,
     )
-    from hybrid.embedding.table_spec import Growth as Growth
-    from hybrid.engine.ranking_losses import listwise_loss as listwise_loss, pairwise_loss as pairwise_loss
-    from hybrid.inference.followed_run import follow as follow
-    from hybrid.inference.trained_module import load as load
-    from hybrid.metrics import ProgressiveMetrics as ProgressiveMetrics
+    from hybrid.embedding.table_spec import Growth
+    from hybrid.engine.ranking_losses import listwise_loss, pairwise_loss
+    from hybrid.inference.followed_run import follow
+    from hybrid.inference.trained_module import load
+    from hybrid.metrics import ProgressiveMetrics
 
 __version__ = "0.1.0"
 
+__all__ = [  # a literal, which the documentation reads without importing this module
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Cluster",
+    "Embedding",
+    "EmbeddingBag",
+    "Ftrl",
+    "Growth",
+    "Jagged",
+    "Momentum",
+    "Negatives",
+    "ProgressiveMetrics",
+    "RowwiseAdagrad",
+    "connect",
+    "follow",
+    "listwise_loss",
+    "load",
+    "pairwise_loss",
+]
+
 # A name is imported on its first use: its module imports torch, which takes seconds.
-_OPTIMIZERS = "SGD", "Adagrad", "Adam", "AdamW", "Ftrl", "Momentum", "RowwiseAdagrad"
-_TABLES = "Embedding", "EmbeddingBag", "Jagged"
 _MODULES = {
     **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
-    **dict.fromkeys((*_OPTIMIZERS, *_TABLES), "hybrid.custom_loop.embedding_modules"),
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
     "Growth": "hybrid.embedding.table_spec",
     "Negatives": "hybrid.custom_loop.drawn_negatives",
@@ -60,14 +79,13 @@ _MODULES = {
     "load": "hybrid.inference.trained_module",
     "ProgressiveMetrics": "hybrid.metrics",
 }
-__all__ = list(_MODULES)
 
 if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
     def __getattr__(name):
-        if name not in _MODULES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name]), name)
+        value = getattr(import_module(_MODULES.get(name, "hybrid.custom_loop.embedding_modules")), name)
         globals()[name] = value
         return value
 
