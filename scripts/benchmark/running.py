@@ -80,8 +80,8 @@ def measure(
         try:
             if code := command.wait(_TIMEOUT_SECONDS).code:
                 failure = f"{system.title} ended with code {code}"
-        except AssertionError:
-            failure = f"{system.title} did not end within {_TIMEOUT_SECONDS:g} s"
+        except AssertionError as error:  # it still runs, or has left processes behind
+            failure = f"{system.title}: {str(error).partition(':')[0]}"
         finally:
             command.kill()
         if failure:

@@ -33,7 +33,7 @@ def deploy_tables(
 
     Returns:
         A stub of the tables of each worker, and for each table with ``initial`` the number of its rows that
-            were read from there.
+        were read from there.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
