@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from workers.module_imports import fast_imports
+from hybrid.module_imports import fast_imports
 
 if TYPE_CHECKING:
     from support.cluster import Clusters

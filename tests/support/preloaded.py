@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from cryptography.hazmat.backends import default_backend
 
-from workers.module_imports import fast_imports
+from hybrid.module_imports import fast_imports
 
 with fast_imports():
     import matplotlib.backends.backend_svg

@@ -9,9 +9,9 @@ import pytest
 from support import forked
 from support.commands import HYBRID, ROOT
 
+from hybrid.module_imports import exclude_working_directory
 from workers.cli import main
 from workers.launching.fork_server import ForkServer
-from workers.module_imports import exclude_working_directory
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_numba_takes_no_settings_from_the_working_directory(
 
 
 def test_a_command_imports_nothing_of_the_working_directory(crowded: Path) -> None:
-    (crowded / "workers/__init__.py").unlink()
-    (crowded / "workers").rmdir()  # python -m looks for the command itself there, before any of it can run
+    (crowded / "hybrid/__init__.py").unlink()
+    (crowded / "hybrid").rmdir()  # python -m looks for the command itself there, before any of it can run
     environment = {**os.environ, "PYTHONPATH": f":{ROOT}"}
     ended = subprocess.run(
         [*HYBRID, "config"], env=environment, capture_output=True, text=True, timeout=20, check=False

@@ -20,6 +20,7 @@ import psutil
 from hybrid.config import ClusterSection, RunConfig, loading
 from hybrid.config.key import toml_value
 from hybrid.errors import ConfigError, DataError, HybridError
+from hybrid.module_imports import fast_imports
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage import files
 from hybrid.storage.file_formats import parse_json
@@ -34,7 +35,6 @@ from workers.console.terminal import transient_status
 from workers.exit_codes import Interrupt, ReportedError, exit_code
 from workers.launching.fork_server import end_with_parent
 from workers.launching.launcher import launch, serving_metrics
-from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files
 from workers.rendezvous.rendezvous_server import report_end
 from workers.run_folder import run_access

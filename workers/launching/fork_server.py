@@ -39,8 +39,8 @@ from typing import Any, Self, TypeAlias
 import psutil
 
 from hybrid.errors import ClusterError, HybridError
+from hybrid.module_imports import fast_imports
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST
-from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import LOOPBACK, listen
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
