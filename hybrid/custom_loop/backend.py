@@ -38,12 +38,12 @@ from hybrid.updates.update_rules import Schedule, UpdateRules
 
 
 class WorkerTables(TableSource, GuardedModule, Protocol):
-    """The tables of one worker: its lookups, and its update barrier."""
+    """The tables of one worker: lookups of rows, and decisions about updates."""
 
 
 @dataclass(frozen=True)
 class PlacedTables:
-    """The tables of a module, on their workers."""
+    """The tables of a distributed module, and the workers that hold them."""
 
     module_index: int  # index among the modules that the script has distributed
     placement: Placement  # the worker of each row
@@ -55,14 +55,16 @@ class PlacedTables:
 class Backend:
     """What a training loop needs from the process it runs in.
 
-    All trainers call each method except :meth:`warn` together.
+    All trainers call each method together, except :meth:`warn`. On a cluster, most errors of these methods
+    end the run and are not raised in the script.
 
     Args:
-        snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
+        trainer, group: the rank of this trainer, and the group of all trainers.
+        snapshot: for ``hybrid compare``, the checkpoint to write after ``train.max_steps`` steps; else None.
 
     Attributes:
-        texts: content of further files in each checkpoint, by name.
-        logs: the logs of the script's clusters that have called ``log``; finished when the script ends.
+        texts: text of further files in each checkpoint, by file name.
+        logs: a log for each :class:`Cluster` that has called ``log``; finished when the script ends.
     """
 
     is_single_process = False
@@ -75,15 +77,15 @@ class Backend:
     logs: list[ScriptLog] = field(default_factory=list, init=False)
 
     def warn(self, message: str) -> None:
-        """Show a warning about the script; trainer 0 calls it."""
+        """Show a warning about the script. Only trainer 0 calls this method."""
         warnings.warn(message, stacklevel=2)
 
     def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        """Create the tables on the workers; ConfigError if a key does not apply to custom loops."""
+        """Create the tables on the workers; ConfigError and DataError as :meth:`Cluster.distribute`."""
         raise NotImplementedError
 
     def prepare_data(self) -> str:
-        """Prepare the data of the configuration, and return their location for :func:`open_split`.
+        """Prepare the data of the configuration; return their path or URL, for :func:`open_split`.
 
         Raises:
             ConfigError, DataError: the data cannot be prepared.
@@ -97,9 +99,9 @@ class Backend:
         """Write a checkpoint of a module and its tables.
 
         Args:
-            number: see ``module_index`` of :class:`PlacedTables`.
+            number: index of the module, as ``module_index`` of :class:`PlacedTables`.
             manifest: the manifest of the checkpoint, without its list of files.
-            dense: the module as :func:`pack_dense` returns it. Only trainer 0's copy is written.
+            dense: states of the module and its optimizers (:func:`pack_dense`). Only trainer 0's are written.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
@@ -110,7 +112,7 @@ class Backend:
         """Load the rows of a checkpoint into the tables of module ``number``.
 
         Raises:
-            CheckpointError: the tables of the checkpoint differ.
+            CheckpointError: the checkpoint is damaged, or its tables differ.
         """
         raise NotImplementedError
 
@@ -126,7 +128,7 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     """Return the update rules of a custom loop.
 
     Raises:
-        ConfigError: a key does not apply to custom loops, or a schedule that ends has no number of steps.
+        ConfigError: a key does not apply to custom loops, or a decaying schedule lacks ``schedule.steps``.
     """
     if config.dense.ddp == "inside":
         rule = "must be outside or none in a custom training loop, whose module has no stages"
@@ -155,7 +157,7 @@ class SingleProcess(Backend):
     def __init__(self, config: RunConfig, snapshot: Path | None = None) -> None:
         group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: only its size is used
         super().__init__(config, 0, group, snapshot)
-        self._shards: list[TableShards] = []  # of each module
+        self._shards: list[TableShards] = []  # by index of the module
         self._data: StoragePath | None = None
 
     def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:

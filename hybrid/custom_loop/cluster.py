@@ -40,7 +40,7 @@ from hybrid.storage.remote_path import StoragePath, parse_path
 def connect(config: str | Path | None = None) -> Cluster:
     """Return the cluster of a script that ``hybrid run`` started; otherwise a cluster of this process only.
 
-    The call seeds torch with ``run.seed``, so all trainers, and a single process, build the same module.
+    This function seeds torch with ``run.seed``, so all trainers, and a single process, build the same module.
 
     Args:
         config: TOML file for a single process; None for the default configuration. Under ``hybrid run``, the
@@ -88,11 +88,11 @@ class Cluster:
     def prepare(self, *splits: str) -> tuple[PreparedData, ...]:
         """Return the samples of each of ``splits``, as the configuration's section [data] describes them.
 
-        All trainers call it together. The master reads the files once and stores arrays. Each trainer reads
-        its slice of the arrays.
+        All trainers call it together. The files are converted to arrays once, under ``hybrid run`` by the
+        master. Each trainer reads its slices of the arrays.
 
         Args:
-            splits: any of "train", "validation" (``data.validation``) and "test"; by default train and test.
+            splits: "train", "test" or, if ``data.validation`` is set, "validation"; by default train, test.
 
         Raises:
             ConfigError: there is no such split, or two columns of a batch would have the same name.
@@ -111,13 +111,13 @@ class Cluster:
         )
 
     def stream(self) -> StreamData:
-        """Return the rows of the files or topic of ``data.stream``, for :meth:`batches`.
+        """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
         All trainers call it together, before :meth:`resume`. It waits for the first rows, and fits the
         encoding of columns on a sample of them. Each batch has ``train.batch_size`` samples.
 
         Raises:
-            ConfigError: the configuration has no stream, or a column is missing.
+            ConfigError: the configuration has no stream, a column is missing, or two columns have one name.
             DataError: there are no rows, or they cannot be read.
             RuntimeError: the script has already called :meth:`resume`.
         """
@@ -129,14 +129,15 @@ class Cluster:
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, wrap the rest in DDP, and return the module to call.
 
-        All trainers call it together. All replicas get the parameters of trainer 0. Afterwards, ``step()`` of
-        a ``torch.optim`` optimizer of these parameters is part of the step of all trainers and tables. All
-        gradients are scaled or dropped together, by ``train.clip_norm`` and ``train.non_finite``.
+        All trainers call it together. All replicas get the parameters of trainer 0. With ``dense.ddp`` none,
+        there is no DDP, and each trainer keeps its own parameters. Afterwards, all trainers decide together
+        in ``step()`` of a ``torch.optim`` optimizer of these parameters: ``train.clip_norm`` scales all
+        gradients, also of tables, and ``train.non_finite`` may drop all of them.
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
             DataError: the module has no tables, or the file of a table's initial rows cannot be read.
-            RuntimeError: a module is already distributed.
+            RuntimeError: the cluster has a module, or a table of ``module`` is already distributed.
         """
         if self._loop is not None:
             raise RuntimeError("a module is already distributed: combine both modules into one")
@@ -154,27 +155,30 @@ class Cluster:
     ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
-        Batches are for training, or under ``torch.no_grad()`` for evaluation. Tensors are on the device of
-        the module. If a trainer's slice would be empty, the trainer gets a copy of another sample of the
+        Batches are for training, or under ``torch.no_grad()`` for evaluation. In training, a slice is yielded
+        in ``train.micro_batches`` parts, and the pass ends at step ``train.max_steps``. Tensors are on the
+        device of the module. In place of an empty slice, a trainer gets a copy of another sample of the
         batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
                 samples; or a result of :meth:`prepare` or :meth:`stream`. Numbers, texts and None are passed
-                on. A stream is read once; a further pass continues where the last one was left.
+                on. A stream is read once: a further pass continues where the previous pass ended.
             size: number of samples per batch over all trainers. By default, batches of an iterable keep their
                 sizes, a dict is one batch, and prepared data have batches of ``train.batch_size`` samples.
             whole: column with a group number per sample, for ranking losses; "group" for prepared data. The
-                samples of a group must be adjacent. A group is not split between trainers, nor between
-                batches, which therefore have only about ``size`` samples.
+                samples of a group must be adjacent. Neither trainers nor batches split a group, so a batch
+                has only about ``size`` samples.
             drop_last: whether to leave out a last batch of fewer than ``size`` samples.
             negatives: items to draw in each step, by the name of the column that gets their ids (N,). The
                 column ``NAME.log_q`` gets the logarithms of their probabilities. Batches must be dicts.
 
         Raises:
-            DataError: a batch is invalid, or another one than on other trainers; or the samples of a group of
-                ``whole`` are not adjacent, or more than ``size``.
-            RuntimeError: a stream is evaluated, or read in :meth:`epochs`; or a batch was not trained.
+            CheckpointError: the checkpoint at the end of a stream cannot be written.
+            DataError: a batch is invalid, or differs between trainers; or the samples of a group are not
+                adjacent, or more than ``size``.
+            RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
+                or the script did not train on a batch.
             ValueError: ``size`` is below 1; ``drop_last`` lacks a size; or a stream is given other options.
         """
         if isinstance(data, StreamData):
@@ -234,7 +238,8 @@ class Cluster:
     ) -> None:
         """Compute the gradients of the mean loss over the batch of all trainers.
 
-        The gradients of parameters are stored in ``grad``; the gradients of tables are sent to the workers.
+        Gradients of parameters are stored in ``grad``; gradients of tables are sent to the workers. With
+        ``train.micro_batches``, call it for each part of a slice; ``grad`` is set by the last call.
 
         Args:
             values: loss of each sample of this trainer's slice, (samples,).
@@ -253,8 +258,8 @@ class Cluster:
         """Return the mean over the values of all trainers; NaN if there are none. All trainers call it.
 
         Args:
-            values: of any shape. Copies of samples (see :meth:`batches`) are left out if there is one entry
-                per sample of this trainer's last slice, or of all its slices of the pass.
+            values: of any shape. If it has an entry for each sample of this trainer's last slice, or of all
+                its slices in the pass, entries of copied samples (:meth:`batches`) are left out.
         """
         values = self._require_loop().pass_sizes.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
@@ -264,8 +269,8 @@ class Cluster:
     def gather(self, values: Tensor) -> Tensor:
         """Concatenate the values of all trainers, (samples, ...), on the CPU. All trainers call it.
 
-        Copies of samples are left out, as in :meth:`mean`. A tensor that requires gradients stays on its
-        device and gets the gradients of all trainers, for losses that compare samples of the batch. Every
+        Copies of samples are left out, as in :meth:`mean`. A loss may compare samples of all trainers: a
+        tensor that requires gradients stays on its device and gets the gradients of all trainers. Every
         trainer must then use the result in its loss.
 
         Raises:
@@ -275,17 +280,17 @@ class Cluster:
         return loop.trainers.gather(loop.pass_sizes.without_padding(values))
 
     def evaluate(self, data: Any, size: int | None = None) -> Metrics:
-        """Return the metrics of configured runs over the samples of ``data``; all trainers call it together.
+        """Compute the metrics of configured runs over the samples of ``data``; all trainers call it together.
 
-        The module is called with each batch, in evaluation mode and without gradients. It returns outputs
+        The module is called with each batch, in evaluation mode and without gradients. It must return outputs
         (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
-        there is one task ``label`` of binary labels, whose outputs are logits. After :meth:`resume`, the
+        there is one task ``label`` with binary labels and logits as outputs. After :meth:`resume`, the
         checkpoint of the best evaluation by ``checkpoint.keep_best`` is kept. A restarted script gets the
         results of earlier evaluations from its checkpoint.
 
         Args:
-            data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task, and
-                perhaps ``TASK.weights`` and ``group``.
+            data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task. The
+                columns ``TASK.weights`` and ``group`` are optional.
 
         Raises:
             DataError: there are no samples, or no labels.
@@ -326,22 +331,23 @@ class Cluster:
         return metrics
 
     def resume(self, folder: str | StoragePath, *objects: Stateful, every_steps: int = 1000) -> None:
-        """Continue from the newest checkpoint in a run folder, if there is one, and write further ones.
+        """Continue from the newest checkpoint in a run folder, if any, and write further checkpoints.
 
         Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
-        evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. A checkpoint that cannot be
-        written causes a warning, except at the end. The last ``checkpoint.keep_last`` checkpoints are kept.
-        :meth:`batches` skips the batches before the checkpoint, so the result of a restarted script is
-        bit-identical to that of an undisturbed run. ``hybrid run`` restarts the script if a role is lost.
+        evaluation, at long waits for a stream, and at the end of a stream or of :meth:`epochs` (but not after
+        ``break``). A failed write causes a warning; at the end, it is an error. The last
+        ``checkpoint.keep_last`` checkpoints are kept. :meth:`batches` skips the batches before the
+        checkpoint, so a restarted script and an undisturbed run have bit-identical results. ``hybrid run``
+        restarts the script if a role is lost. Under ``hybrid compare``, the call has no effect.
 
         Args:
             folder: on storage that all hosts share.
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the checkpoint is of another model, or all are damaged.
-            ConfigError: another run uses the folder, or it cannot be created.
-            RuntimeError: the call is not the first one, or comes after the first step.
+            CheckpointError: the checkpoint has another model, data or objects, or all are damaged.
+            ConfigError: another run uses the folder, or the folder cannot be created.
+            RuntimeError: the script has already called :meth:`resume`, or has begun the first step.
             ValueError: ``every_steps`` is below 1.
         """
         if every_steps < 1:
@@ -375,8 +381,8 @@ class Cluster:
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Record numbers of the present step in ``metrics.jsonl`` in the folder of :meth:`resume`.
 
-        The loggers of the configuration (``cluster.loggers``) get them, too. Only trainer 0 records its
-        values, so other trainers need not call it. A restarted script does not record a step twice.
+        The loggers in ``cluster.loggers`` also get the numbers. Only trainer 0 records its values, so other
+        trainers need not call this method. A restarted script does not record a step twice.
 
         Raises:
             RuntimeError: the script has not called :meth:`resume`.
@@ -402,7 +408,9 @@ class Cluster:
         self._log.append(loop.step, numbers, loop.history.is_repeated)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the indices of the epochs; after :meth:`resume`, start with the epoch of the checkpoint.
+        """Yield epoch indices below ``count``, from 0, or after :meth:`resume` from the checkpoint's epoch.
+
+        The loop ends early at ``train.max_steps``. After :meth:`resume`, a checkpoint is written at the end.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written.
@@ -425,13 +433,9 @@ class Cluster:
         self._write_if_due(is_last=True)
 
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
-        """Write a checkpoint between two steps, if it is due; remove old ones.
+        """Write a checkpoint between two steps if one is due (see :meth:`resume`); remove old checkpoints.
 
-        It is also due if ``is_last``, or if the script waits for a stream. If it cannot be written, there is
-        a warning, unless it is the last one.
-
-        Raises:
-            CheckpointError: the last checkpoint cannot be written.
+        If it cannot be written, there is a warning; for the last checkpoint, a CheckpointError.
         """
         step = self.step
         if self._root is None or step == self._saved_step:
@@ -469,14 +473,15 @@ class Cluster:
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
+            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains. In a
+                resumed script, an existing checkpoint of the same step is kept without an error.
             DataError: the state of an object has a value that a checkpoint cannot store.
             RuntimeError: a step has begun.
         """
         self._save(parse_path(folder), objects)
 
     def _save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
-        """Write a checkpoint with the best evaluation ``best``; see :meth:`save`."""
+        """Write a checkpoint, as :meth:`save`; its manifest records ``best``, the best evaluation so far."""
         loop, manifest_path = self._require_loop(), folder / MANIFEST_FILE
         loop.flush()
         is_resumed = loop.history.before != LoopProgress()
@@ -496,13 +501,13 @@ class Cluster:
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
 
-        The script must leave a loop over training batches after this call.
+        After this call, the script must leave a running loop over training batches.
 
         Args:
             objects: the same objects as for :meth:`save`, in the same order, or none.
 
         Raises:
-            CheckpointError: the checkpoint is of another model or of other objects, or damaged.
+            CheckpointError: the checkpoint has another model, other objects or other data, or is damaged.
             RuntimeError: a step has begun.
         """
         stored = Checkpoint.open(parse_path(folder))
@@ -511,7 +516,6 @@ class Cluster:
             self._stream.scale_as(stored)
 
     def _load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> LoopProgress:
-        """Load a checkpoint, and return its progress; see :meth:`load`."""
         loop = self._require_loop()
         tables, shapes = stored.manifest.tables, loop.placed.placement.shapes
         if tables.keys() != shapes.keys():
@@ -535,8 +539,8 @@ class Cluster:
     def plain_module(self) -> nn.Module:
         """Return a copy of the module in which ``nn.Embedding`` and ``nn.EmbeddingBag`` hold all rows.
 
-        The copy is on the CPU. It needs memory for all rows, but neither a cluster nor this package. You can
-        save, export or serve it.
+        The copy is on the CPU and has all rows in memory. You can save, export or serve it in plain PyTorch,
+        without this package.
 
         Raises:
             RuntimeError: a table grows; only checkpoints have its keys.

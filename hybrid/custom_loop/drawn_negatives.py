@@ -9,16 +9,16 @@ from hybrid.primitives.key_hashes import next_of, splitmix64
 
 
 class Negatives:
-    """Items drawn in each step from all items, with replacement, for :meth:`Cluster.batches`.
+    """Item ids drawn in each step, with replacement, for ``negatives`` of :meth:`Cluster.batches`.
 
-    Besides the arguments, the draws of a step depend only on ``run.seed``, the step and the name of their
-    column. So they are the same for any number of trainers and workers, and after a restart. Every trainer
-    computes all ids, and looks up all of their rows.
+    The draws of a step depend only on the arguments, ``run.seed``, the step and the name of their column. So
+    they are the same for any number of trainers and workers, and after a restart. Every trainer draws all
+    ids, and looks up all of their rows.
 
     Args:
-        number: number of items per step, at most all of them: more would cost more than a full softmax.
-        log_q: logarithm of the probability of each item, (items,), up to a constant: zeros to draw uniformly,
-            or ``hybrid.models.two_towers.log_popularity(...)``. Items with -inf are never drawn.
+        number: number of draws per step, at most the number of items: more costs more than a full softmax.
+        log_q: logarithm of the probability of each item, (items,), up to a constant. Zeros draw uniformly,
+            ``hybrid.models.two_towers.log_popularity(...)`` by frequency. Items with -inf are never drawn.
 
     Raises:
         ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is empty, has NaN or inf,
@@ -36,7 +36,7 @@ class Negatives:
         self._cumulative_I = cumulative_I / cumulative_I[-1]
 
     def columns(self, name: str, seed: int, step: int) -> dict[str, Tensor]:
-        """Return the columns of a step: the ids (N,) as ``name``, and their log q as ``name.log_q``."""
+        """Return the columns of a step: N ids as ``name``, and the ``log_q`` of these as ``name.log_q``."""
         counters_N = np.arange(self._number, dtype=np.uint64)
         counters_N += next_of(np.array([random_salt(seed, name)], np.uint64) + np.uint64(step))
         bits_N = splitmix64(counters_N) >> np.uint64(11)

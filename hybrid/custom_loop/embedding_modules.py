@@ -1,11 +1,12 @@
 """Embedding tables as modules with the interface of ``torch.nn``, and their copies in plain PyTorch.
 
-The workers hold and update the rows, which are no parameters of the module. Each table has an optimizer. A
-table can be called after the module that contains it is distributed.
+The workers hold and update the rows, so rows are no parameters of the module. Distribute a module before you
+call its tables.
 
-Optimizers that ``torch.optim`` has, too, have its names and arguments. With ``all_rows``, a step updates
-every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step updates only rows of its batch.
-``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
+Each table has an optimizer from a function below, which raises ValueError for an argument out of range. Names
+and arguments are those of ``torch.optim`` where it has the optimizer. With ``all_rows``, a step updates every
+row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step updates only the rows that its batch
+reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def Momentum(
 def Adagrad(
     lr: float, eps: float = 1e-10, weight_decay: float = 0.0, *, all_rows: bool = False
 ) -> OptimizerSpec:
-    """Adagrad with a sum of squares per value."""
+    """Adagrad with a sum of squared gradients for each value of a row."""
     return _optimizer_spec("adagrad", lr, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -83,12 +84,11 @@ def AdamW(
 
 
 def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
-    """FTRL-proximal."""
+    """FTRL-proximal with the penalties ``l1`` and, for L2, ``weight_decay``."""
     return _optimizer_spec("ftrl", lr, ftrl_beta=beta, ftrl_l1=l1, weight_decay=weight_decay)
 
 
 def _optimizer_spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
-    """Return the specification of an optimizer; ValueError if an argument is out of range."""
     spec = OptimizerSpec(name, lr, **settings)
     values = [("lr", spec.learning_rate), ("eps", spec.eps), ("beta", spec.ftrl_beta)]
     values += [("weight_decay", spec.weight_decay), ("l1", spec.ftrl_l1)]
@@ -105,7 +105,7 @@ class Jagged(NamedTuple):
 
     Attributes:
         values: the values of all samples, concatenated.
-        offsets: int64 of shape (samples + 1), where the values of each sample start.
+        offsets: int64 of shape (samples + 1): the start of each sample in ``values``, and the end.
     """
 
     values: Tensor
@@ -123,7 +123,7 @@ class Jagged(NamedTuple):
         return self.offsets.diff()
 
     def samples(self, start: int, stop: int) -> Jagged:
-        """Return the samples from ``start`` to ``stop``."""
+        """Return the samples ``start : stop``."""
         first, last = int(self.offsets[start]), int(self.offsets[stop])
         return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
@@ -139,8 +139,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: made of the addresses and layouts of the tensors, and of their version counters. While the call
-            exists, a call with an equal key has the same tensors, which have not been changed in between.
+        key: addresses, layouts and version counters of the tensors. While this call exists, a later call has
+            an equal key only if it has the same tensors, without a change in place.
     """
 
     module: TableModule
@@ -155,7 +155,7 @@ class TableCall:
 
 
 def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """Return the address and layout of a tensor, and a number that a change in place changes."""
+    """Return address and layout of a tensor, and a number that differs after a change in place."""
     if tensor is None:
         return None
     # Inference tensors have no version counter.
@@ -177,12 +177,12 @@ class TableModule(nn.Module):
             as the number of rows, or a million if there is no limit.
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
-        dtype: type of stored rows: ``torch.bfloat16``, to which updates are rounded up or down at random, or
-            None for ``train.dtype``. The vectors have ``train.dtype``.
+        dtype: type of the stored rows: None for ``train.dtype``, or ``torch.bfloat16``. Updated bfloat16 rows
+            are rounded up or down at random. A call returns ``train.dtype`` in both cases.
         ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
-            up before the module runs; other ids are looked up when the module calls the table. The name of a
-            nested column is as in ``"features['user']"``. The name of a column of a tuple is its index, such
-            as ``"0"``. If the batch is one tensor, its name is ``""``.
+            up before the module runs; other ids are looked up when the module calls the table. A nested
+            column has a name like ``"features['user']"``, and a column of a tuple has its index as the name,
+            such as ``"0"``. If the batch is one tensor, the name is ``""``.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -259,8 +259,8 @@ class TableModule(nn.Module):
             options: other arguments of the constructor.
 
         Raises:
-            DataError: the file has no matrix.
-            ValueError: frozen rows are given an optimizer, or another option is invalid.
+            DataError, StorageError: the file cannot be read, or has no matrix of floating-point values.
+            ValueError: there is an optimizer although ``freeze`` is set, or an option is invalid.
         """
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
@@ -314,7 +314,7 @@ class TableModule(nn.Module):
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
         """Return one call per column in ``ids``, with the weights from the column in ``weights``.
 
-        An evaluation leaves out columns that its batch lacks. In training, a missing column is a DataError.
+        In training, missing columns are a DataError; in evaluation, their calls are left out.
         """
         missing = [name for name in (*self.ids, *self.weights) if name not in columns]
         if missing and torch.is_grad_enabled():
@@ -324,11 +324,11 @@ class TableModule(nn.Module):
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
-        """Check the arguments of ``forward``, and return them as a call."""
+        """Return the arguments of ``forward`` as a call; DataError or ValueError if they do not match."""
         return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
-        """Return the lookup of a call: its ids without padding, as int64 in one dimension."""
+        """Return the lookup of a call without padding: flat int64 ids on the CPU, and the layout of bags."""
         # Bags that the module pools itself have flat ids without offsets.
         if self.pooling is None or (call.offsets is None and call.ids.dim() == 1):
             is_padding = self._is_padding(call.ids)
@@ -347,20 +347,20 @@ class TableModule(nn.Module):
         return self._loop.vectors(call)
 
     def _rows(self, ids_L: Tensor) -> Tensor:
-        """Return the ids as row numbers; for a growing table, return the keys of the ids."""
+        """Return the row number of each id, the id itself; for a growing table, the key, a hash of the id."""
         if self.growth is None:
             return ids_L
         return torch.from_numpy(next_of(ids_L.numpy().view(np.uint64)).view(np.int64))
 
     def _is_padding(self, ids: Tensor) -> Tensor | None:
-        """Return a mask of the ids that are padding; None if the table has no padding."""
+        """Return a mask of the ids that are padding; None if no id is padding."""
         if self.padding_idx is None:
             return None
         is_padding = ids == self.padding_idx
         return is_padding if bool(is_padding.any()) else None
 
     def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ids and weights of bags without padding, flat, and their offsets as in :class:`Bags`."""
+        """Return flat ids, offsets (bags + 1) and flat weights or None, all without padding."""
         ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
         if offsets is None:
             offsets = torch.arange(len(ids) + 1) * ids.shape[1]
@@ -380,8 +380,10 @@ class Embedding(TableModule):
     def forward(self, ids: Tensor | Jagged) -> Tensor:
         """Return vectors (*ids.shape, D), or (ids, D) for a :class:`Jagged`; zeros for padding.
 
-        Args:
-            ids: integers of any shape.
+        Raises:
+            DataError: an id is not a row of the table.
+            RuntimeError: the module is not distributed, or has no batch but gradients are enabled.
+            TypeError: ``ids`` are not integers.
         """
         call = self.call(ids)
         flat, vectors_LD = call.ids, self._vectors(call)
@@ -400,7 +402,7 @@ class EmbeddingBag(TableModule):
         weights: columns with ``per_sample_weights``, one for each column in ``ids``; by default none.
         include_last_offset: whether offsets include the end of the last bag.
         pooled_by: the roles that pool bags: the "workers" that hold the rows, or the "trainers", which fetch
-            each distinct row of a call once. Trainers need fewer bytes if rows occur in many bags.
+            each distinct row of a call once. If rows occur in many bags, "trainers" sends fewer bytes.
     """
 
     pooling: Pooling
@@ -452,13 +454,16 @@ class EmbeddingBag(TableModule):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | Jagged | None = None,
     ) -> Tensor:
-        """Return vectors (bags, D).
+        """Return a vector for each bag, (bags, D); errors are those of :meth:`Embedding.forward` and below.
 
         Args:
             ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
             offsets: where each bag starts.
             per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". If weights
                 require gradients, the trainer looks up the rows in this call, and pools them.
+
+        Raises:
+            DataError, ValueError: the arguments do not match, or ``mode`` permits no weights.
         """
         call = self.call(ids, offsets, per_sample_weights)
         if call.weights is None or not (call.weights.requires_grad and torch.is_grad_enabled()):

@@ -3,9 +3,9 @@
 A batch is a structure of dicts, lists and tuples whose tensors have samples as their first dimension; a
 :class:`Jagged` has any number of values per sample. Numbers, texts and None belong to the whole batch. All
 trainers iterate over the same global batches. Each trainer takes a contiguous slice. An empty slice is padded
-with one other sample of the batch, since modules need not accept empty batches. Padding has no effect on the
-loss, and looks up only rows that the batch reads anyway. If groups must not be split, the last sample of a
-group selects the batch and the slice (``hybrid/primitives/grouping.py``).
+with a sample of another slice, since modules need not accept empty batches. Padding has no effect on the
+loss, and looks up only rows that the batch reads anyway. If groups must not be split, a group belongs to the
+batch and the slice whose range has its last sample (``hybrid/primitives/grouping.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LONG_BYTES = 1 << 12  # of a tensor; a checksum of all bytes would take a measu
 
 @dataclass
 class PassSizes:
-    """The sizes, without and with padding, of the slices that a pass has yielded."""
+    """The sizes of the slices that a pass has yielded, each without and with padding."""
 
     sizes: list[tuple[int, int]] = field(default_factory=list)
     is_padded: bool = False
@@ -52,7 +52,7 @@ class PassSizes:
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Leave out values of padding if there is one per sample of the last slice, or of all slices."""
+        """Leave out padding if ``values`` have one entry per sample of the last slice, or of all slices."""
         if not self.is_padded or not values.dim():
             return values
         for slices in (self.sizes[-1:], self.sizes):
@@ -70,7 +70,7 @@ class Slicing:
     Args:
         size, whole, drop_last: see :meth:`Cluster.batches`.
         tables: the tables whose columns are looked up before the module runs.
-        device: on which the script gets the tensors.
+        device: the device of the tensors that the script gets.
     """
 
     size: int | None = None
@@ -90,8 +90,8 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches; for an empty slice, another sample.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        checksum: see :func:`checksum`; 0 if no two trainers read the same samples.
-        drawn: columns that all trainers and micro-batches share; their first dimension is not the sample.
+        checksum: :func:`checksum` of the global batch; 0 if each trainer reads only its slice.
+        drawn: the columns of :class:`Negatives`, equal on all trainers and in all micro-batches.
     """
 
     values: Any
@@ -103,7 +103,7 @@ class LocalBatch:
 
     @cached_property
     def columns(self) -> Any:
-        """The values and the drawn columns, on the CPU; DataError if they do not form one dict."""
+        """The values and the drawn columns; DataError if two have one name, or ``values`` is no dict."""
         if not self.drawn:
             return self.values
         if not isinstance(self.values, Mapping) or self.drawn.keys() & self.values.keys():
@@ -113,7 +113,7 @@ class LocalBatch:
 
     @cached_property
     def device_columns(self) -> Any:
-        """The columns on the device of the script."""
+        """The columns, on ``slicing.device``."""
         device = self.slicing.device
         if device.type == "cpu":
             return self.columns
@@ -141,7 +141,7 @@ class LocalBatch:
 
     @property
     def sparse_features(self) -> list[TableRequest]:
-        """The lookups of :attr:`calls`, by ids on the CPU."""
+        """The lookup requests of :attr:`calls`."""
         calls = self.calls if self.device_columns is self.columns else self._calls(self.columns)
         return [call.module.request(call) for call in calls]
 
@@ -160,7 +160,7 @@ class LocalBatch:
 
 
 def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBatch]:
-    """Yield a trainer's slice of each global batch; DataError if a batch is invalid, or splits a group."""
+    """Yield a trainer's slices; DataError if a batch is invalid, or samples of a group are not adjacent."""
     whole, num_trainers = slicing.whole, slicing.num_trainers
     for number, batch in enumerate(batches):
         size, ends_G = size_of(batch), None
@@ -196,8 +196,8 @@ def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
 def _rebatch(chunks: Iterable[Any], size: int, slicing: Slicing) -> Iterator[Any]:
     """Yield batches of ``size`` samples.
 
-    Batch s has the samples s * size to (s + 1) * size. With ``whole``, a group belongs to the batch s in
-    whose range its last sample is.
+    Batch s has the samples s * size to (s + 1) * size. With ``whole``, batch s has each group whose last
+    sample is in this range.
     """
     whole = slicing.whole
     held: list[Any] = []
@@ -265,7 +265,7 @@ def size_of(batch: Any) -> int:
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples from ``start`` to ``stop`` of a batch."""
+    """Return the samples ``start : stop`` of a batch."""
     return _map_columns(
         lambda _, column: column.samples(start, stop) if isinstance(column, Jagged) else column[start:stop],
         batch,
@@ -273,7 +273,7 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    """Skip the first ``count`` samples; cut the batch in which the skipped samples end."""
+    """Yield the batches after the first ``count`` samples. A batch that is partly skipped is cut."""
     remaining = iter(batches)
     while count and (batch := next(remaining, None)) is not None:
         if (size := size_of(batch)) > count:
@@ -283,14 +283,14 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``; for a sequence of batches, their number; -1 if unknown."""
+    """Return the number of samples in ``data``, or of batches in a sequence of batches; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
 
 
 def division(data: Any, slicing: Slicing) -> tuple[int, int]:
-    """Return the number of full batches, and the size of a smaller last batch, else 0; (0, 0) if unknown."""
+    """Return the number of full batches, and the size of a smaller last batch or 0; (0, 0) if unknown."""
     size, drop_last = slicing.size, slicing.drop_last
     if isinstance(data, DataLoader) and size is None:
         size, drop_last = data.batch_size, data.drop_last
@@ -302,21 +302,21 @@ def division(data: Any, slicing: Slicing) -> tuple[int, int]:
 
 
 def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
-    """Cut batch ``num_steps`` to ``size`` samples, so that ``hybrid compare`` also tries a small batch."""
+    """Yield all batches; cut batch ``num_steps`` to ``size``, so ``hybrid compare`` tests a small batch."""
     for number, batch in enumerate(batches, 1):
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return the samples from ``start`` to ``stop`` of ``size``; if there are none, another sample."""
+    """Return the samples ``start : stop`` of a batch of ``size``; if there are none, another sample."""
     first, last = padding_bounds(size, start, stop, 1)
     return cut(batch, first, last) if first < last else cut(batch, start, stop)
 
 
 def pad_from_others(values: dict[str, Column], size: int, trainers: TrainerGroup) -> Any:
-    """Return a slice of ``size`` samples, or if there are none, a sample of another trainer.
+    """Return ``values``, a slice of ``size`` samples; if it is empty, return a sample of another trainer.
 
-    All trainers call it, for a batch with samples.
+    All trainers call it together. At least one slice must have a sample.
     """
     if not trainers.sum(torch.tensor(int(size == 0))):
         return values
@@ -336,11 +336,11 @@ def _of_json(code: list[tuple[str, list[Any]]]) -> Column:
 
 
 def checksum(batch: Any, number: int) -> int:
-    """Return a checksum of tensors of batch ``number`` of a pass.
+    """Return a checksum of a batch, which is the batch with index ``number`` in its pass.
 
     For speed, the checksum covers all tensors of the first batch, and one tensor in turn of each later batch.
-    Of a long tensor, it covers the sum of all words, which shows changed values, and evenly spaced words,
-    which show most changes of the order.
+    For a tensor of 8 KiB or more, it covers the sum of all 64-bit words, which detects changed values. It
+    also covers evenly spaced words, which detect most changes of the order.
     """
     columns = [
         [c] if isinstance(c, Tensor) else c for _, c in _columns(batch) if isinstance(c, Tensor | Jagged)
@@ -370,20 +370,20 @@ def _concatenate(_: str, *chunks: Any) -> Any:
 
 
 def _columns(batch: Any) -> list[tuple[str, Any]]:
-    """Return the columns of a batch, by path."""
+    """Return the path and the value of each column of a batch; see :func:`_map_columns`."""
     columns: list[tuple[str, Any]] = []
     _map_columns(lambda path, column: columns.append((path, column)), batch)
     return columns
 
 
 def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") -> Any:
-    """Call ``function`` with the path of each column, and the column of each batch; return the results.
+    """Apply ``function`` to each column of batches of one structure; return the results in this structure.
 
-    The results have the structure of the batches. A column is a tensor, a :class:`Jagged`, or a list or
-    tuple, such as of texts. Scalars stay.
+    The arguments are the path of the column, and its value in each batch. A column is a tensor, a
+    :class:`Jagged`, or a list or tuple of texts or numbers. A scalar, a text or None is returned unchanged.
 
     Raises:
-        DataError: the batches have different structures or scalars, or a value of another type.
+        DataError: the batches differ in structure, or in a scalar or text; or a value has another type.
     """
     batch = batches[0]
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
@@ -419,19 +419,19 @@ def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") ->
 
 
 def _keys(batch: Any) -> Any:
-    """Return what :func:`_map_columns` indexes ``batch`` with; None for a value that has no parts."""
+    """Return the keys of a dict, or the indices of a list or tuple; None for another value."""
     if isinstance(batch, Mapping):
         return batch.keys()
     return range(len(batch)) if isinstance(batch, list | tuple) else None
 
 
 class EncodedData:
-    """Samples of the section [data], whose batches (:meth:`Cluster.batches`) are dicts of encoded columns:
+    """Encoded samples of the section [data]. A batch (:meth:`Cluster.batches`) is a dict of these columns:
 
     ================ ===================================================================================
     ``dense``        numeric columns, (samples, columns)
     ``COLUMN``       ids of a sparse column, (samples,), or a :class:`Jagged` if it is multi-hot
-    ``COL.weights``  weights of the ids of a weighted multi-hot column, a :class:`Jagged`
+    ``COL.weights``  weights of the ids in the weighted multi-hot column ``COL``, a :class:`Jagged`
     ``TASK``         labels of a task, (samples,); ``label`` without sections [tasks.NAME]
     ``TASK.weights`` weights of the samples for a task, (samples,), if the data have weights
     ``group``        group of each sample, (samples,), if the data have groups
@@ -464,7 +464,7 @@ class EncodedData:
             raise ConfigError("data.sparse", rule, repeated)
 
     def columns_of(self, batch: Batch) -> dict[str, Any]:
-        """Return the columns of a batch, as a dict."""
+        """Return the columns of a batch by name, as in the table above."""
         values = features_of(batch, self.input_spec)
         tasks = self.config.all_tasks
         for t, task in enumerate(tasks):
@@ -478,7 +478,7 @@ class EncodedData:
 
 @dataclass
 class PreparedData(EncodedData):
-    """The samples of one split, for :meth:`Cluster.batches`."""
+    """The samples of one split (train, validation or test), for :meth:`Cluster.batches`."""
 
     dataset: PreparedDataset
     config: RunConfig
@@ -523,7 +523,7 @@ class PreparedData(EncodedData):
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
-    """Return the columns of a batch, without labels, as a dict; see :class:`EncodedData`."""
+    """Return the numeric and sparse columns of a batch, named as in :class:`EncodedData`."""
     values: dict[str, Any] = {DENSE: batch.dense_features}
     sparse = batch.sparse_features
     size, offsets = sparse.batch_size, sparse.offsets

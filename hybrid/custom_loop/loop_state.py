@@ -48,12 +48,12 @@ class LoopProgress:
     pass_index: int = 0  # index of the current pass
     samples: int = 0  # number of samples in the completed steps of this pass, over all trainers
     lengths: tuple[int, ...] = ()  # of the data of each training pass of the epoch; -1 if unknown
-    evaluations: tuple[dict[str, float], ...] = ()  # metrics of those between the passes of the epoch
+    evaluations: tuple[dict[str, float], ...] = ()  # metrics of evaluations between passes of the epoch
     # Values that should be equal when the script resumes; see describe_start.
     start: dict[str, str] = field(default_factory=dict)
 
     def is_possible(self, num_steps: int) -> bool:
-        """Whether a loop can have this progress after ``num_steps`` steps."""
+        """Return whether a loop can have this progress after ``num_steps`` steps."""
         passes = self.epoch, self.first_pass, self.pass_index
         return (
             min(*passes, self.samples) >= 0
@@ -69,8 +69,8 @@ class PassHistory:
     Attributes:
         now: the progress so far.
         before: the progress in the checkpoint; without a checkpoint, the progress of a new script.
-        is_recorded: whether lengths and evaluations are recorded, for a later restart of the script: from
-            ``cluster.resume`` on, until the script reads from a stream, whose position it resumes instead.
+        is_recorded: whether lengths and evaluations are recorded for a restart of the script: after
+            ``cluster.resume``, unless the script reads from a stream.
     """
 
     def __init__(self, warnings: LoopWarnings) -> None:
@@ -92,7 +92,7 @@ class PassHistory:
         self.now = LoopProgress(epoch, first, first, start=self.now.start)
 
     def begin_pass(self, data: Any) -> bool:
-        """Begin a pass after its samples that precede the checkpoint. Return False if no samples are left.
+        """Begin a pass over ``data``. Return False if the whole pass precedes the checkpoint: skip it then.
 
         Raises:
             RuntimeError: the script has read from a stream.
@@ -156,7 +156,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return settings before the first step, by description. A resumed script should have equal ones."""
+    """Return initial settings of optimizers, schedulers and dropout, to compare with those at a restart."""
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
         state: dict[str, Any] = each.state_dict()
@@ -180,7 +180,7 @@ def _has_dropout(module: nn.Module) -> bool:
 def pack_state(
     net: nn.Module, objects: Sequence[Stateful], progress: LoopProgress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint, and the progress of its manifest.
+    """Return the tensors of the module and the optimizers, and the fields of the manifest's progress.
 
     Raises:
         DataError: the state of an object has a value that a checkpoint cannot store.
@@ -210,7 +210,7 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
     """Load the module, and the objects if there are any, from a checkpoint; return its progress.
 
     Raises:
-        CheckpointError: the checkpoint is of another module, or of other objects.
+        CheckpointError: the checkpoint has another module, other objects, or invalid progress.
     """
     state, tensors = unpack_dense(stored.tensors(DENSE_FILE))
     load_state(net, state, stored.folder)
@@ -241,11 +241,7 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
 
 
 def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProgress]:
-    """Return type and state of each object, and the progress.
-
-    Raises:
-        CheckpointError: a value is invalid, or a loop cannot have the progress.
-    """
+    """Return type and state of each object, and the progress; CheckpointError if invalid."""
     fields = stored.manifest.progress
     try:
         states = [_decode(code) for code in fields.get(_OBJECTS, ())]
@@ -280,7 +276,7 @@ def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
 
 
 def _encode(value: Any, owner: str) -> Any:
-    """Convert a value to JSON types; :func:`_decode` does the reverse."""
+    """Convert a value to JSON types, or raise DataError; :func:`_decode` does the reverse."""
     if isinstance(value, dict):
         return {_PAIRS: [[_encode(k, owner), _encode(v, owner)] for k, v in value.items()]}
     if isinstance(value, list | tuple):

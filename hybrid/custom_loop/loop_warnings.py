@@ -1,4 +1,4 @@
-"""Warnings about common calls of PyTorch loops that miss the tables."""
+"""Warnings about common calls of PyTorch that affect the module's parameters, but not the tables."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from hybrid.custom_loop.backend import Backend
 
 
 class LoopWarnings:
-    """Gives each warning once, on trainer 0.
+    """The warnings about a script. Trainer 0 gives each warning once.
 
     Args:
         has_momentum: whether the optimizer of a table has momentum.
@@ -38,10 +38,10 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the learning rate of an optimizer has changed since its first step.
+        """Warn if an optimizer's rate has changed since its first step, and the rates of tables are constant.
 
         Raises:
-            RuntimeError: the momentum or the betas have changed; those of the tables cannot change.
+            RuntimeError: the momentum or the betas have changed; a table has momentum, which cannot change.
         """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]

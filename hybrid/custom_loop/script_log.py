@@ -20,7 +20,7 @@ _FIELDS = {*NO_NUMBERS, "step", "time"}
 
 
 class ScriptLog:
-    """The log of a script that starts, or resumes after ``step`` steps; later records are dropped.
+    """The log of a script that starts, or resumes after ``step`` steps. Later records are removed.
 
     Raises:
         ConfigError: see :class:`RunLoggers`.
@@ -41,7 +41,7 @@ class ScriptLog:
         self._loggers.start(folder.name, folder, step)
 
     def append(self, step: int, values: Mapping[str, float], is_repeated: bool) -> None:
-        """Append the values of a step, unless a record from before the restart has them.
+        """Append the values of a step, unless a record before the restart has values of these names.
 
         Args:
             is_repeated: whether the script repeats calls that precede the checkpoint.
@@ -58,7 +58,7 @@ class ScriptLog:
         self._loggers.log(step, values)
 
     def finish(self) -> None:
-        """End the recording at the end of the script, which has failed if there is an unhandled exception."""
+        """End the recording when the script ends; an unhandled exception marks the run as failed."""
         if hasattr(sys, "last_type") or sys.exc_info()[0] is not None:
             self._loggers.finish(None, FAILED_SECONDS)
         else:

@@ -8,7 +8,7 @@
       │                                     ACCUMULATED ──► LATER_FORWARD   COMPLETE
       └──────────────────────────── end of the batch ──────────────────────────┘
 
-From BACKWARD, ACCUMULATED, LATER_FORWARD or REDUCED, a script that leaves the pass gets to INCOMPLETE.
+If a script leaves the pass in BACKWARD, ACCUMULATED, LATER_FORWARD or REDUCED, its state is INCOMPLETE.
 """
 
 from collections.abc import Mapping

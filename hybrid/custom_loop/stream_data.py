@@ -1,7 +1,7 @@
 """The rows of a stream, for custom training loops.
 
-The rows come in units, such as files. Trainer 0 finds the units, and sends each one to the other trainers.
-Every trainer reads the rows of its lanes, as in configured runs.
+The rows come in units: a file, a folder, or a topic. Trainer 0 finds the units and sends their descriptions
+to the others. Each trainer reads its part of every step (``hybrid/data/stream/lanes.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StreamData(EncodedData):
         report: receives messages about what is read or waited for.
 
     Raises:
-        ConfigError: ``data.stream`` is none; or ``hybrid compare`` cannot read it twice.
+        ConfigError: ``data.stream`` is none, ``hybrid compare`` cannot repeat it, or a column is invalid.
         DataError: the first unit is missing, or cannot be read.
     """
 
@@ -111,13 +111,13 @@ class StreamData(EncodedData):
             yield LocalBatch(values, size, batch.global_size, slicing)
 
     def end_part(self, step: int) -> None:
-        """Count the steps until ``step``, after the last slice. End the unit if it has no further steps."""
+        """Count the steps up to ``step``. End the unit if it had fewer steps than :meth:`open` expected."""
         self._advance(step)
         if self._cursor.num_ready:  # the rows of the unit have ended earlier
             self._end_unit()
 
     def end(self) -> None:
-        """End the last unit, with a warning about rows that are left.
+        """End the last unit; warn about rows that are too few for a step.
 
         Raises:
             DataError: ``data.stream`` names a later unit, a file has changed, or too many rows are invalid.
@@ -135,12 +135,12 @@ class StreamData(EncodedData):
             self._forget()
 
     def close(self) -> None:
-        """Stop the background reading of a pass that the script leaves; :meth:`pause` keeps the position."""
+        """Stop the background reading of a pass that the script leaves. The position is kept."""
         if self._batches is not None:
             self._batches.close()
 
     def progress(self, step: int) -> dict[str, Any]:
-        """Move the position to that after ``step`` steps, and return it for the progress of a checkpoint."""
+        """Return the position after ``step`` steps, for the progress of a checkpoint."""
         cursor = self._cursor
         if self._reader is not None:
             self._advance(step)
@@ -168,7 +168,7 @@ class StreamData(EncodedData):
             check_unchanged(self._cursor.unit.files)
 
     def scale_as(self, stored: Checkpoint) -> None:
-        """Scale numeric columns as the encoder of a checkpoint does, if it has one."""
+        """Scale numeric columns as in a checkpoint, if the checkpoint has an encoder."""
         if storage.exists(stored.files_folder / FILE_NAME):
             before = FeatureEncoder.load(stored.files_folder, with_values=False)
             self._set_encoder(with_scaling_of(self.config, before, self._encoder))
@@ -201,7 +201,7 @@ class StreamData(EncodedData):
         self._forget()
 
     def _invalid_rows(self) -> list[InvalidRowReport]:
-        """Return the invalid rows of the unit, by trainer; DataError if there are too many."""
+        """Return each trainer's report of invalid rows of the unit; DataError if they are too many."""
         assert self._reader is not None
         reports = self._trainers.gather_json(asdict(self._reader.invalid_rows()))
         return [parse_fields(InvalidRowReport, each) for each in reports]

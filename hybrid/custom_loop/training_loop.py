@@ -3,9 +3,9 @@
 ::
 
     next batch        send the lookups of the columns that tables name in ``ids``
-    model(batch)      a call of a table takes its vectors; other ids are looked up now
-    cluster.backward  the weighted mean over all trainers; gradients are sent to the tables
-    optimizer.step    a pre-hook of torch lets all trainers decide on the step first
+    model(batch)      a call of a table takes the vectors of these columns, or looks up other ids now
+    cluster.backward  gradients of the mean over all trainers; those of vectors are sent to the workers
+    optimizer.step    before the update, a hook lets all trainers decide together on the step
 
 ``step_states.py`` has the states between these calls, and the calls that each state permits.
 """
@@ -75,7 +75,7 @@ _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 @cache
 def _call_before_steps() -> None:
-    """Register, once per process, a hook that calls every loop before each step of any optimizer.
+    """Register, once per process, a hook that notifies every loop before a step of any optimizer.
 
     The hook is never removed, since that could disturb an optimizer that iterates over its hooks.
     """
@@ -122,7 +122,7 @@ class TrainingLoop:
     Attributes:
         device: the device of the module.
         model: the module under DDP, and its gradients.
-        placed: the tables of the module.
+        placed: the tables of the module, and their workers.
         trainers: collective operations of all trainers.
         history: the passes over training batches.
         warnings: warnings about the script.
@@ -227,7 +227,7 @@ class TrainingLoop:
         return self._training
 
     def evaluation_batches(self, slices: Iterator[LocalBatch]) -> Iterator[Any]:
-        """Yield the columns of each slice, whose lookups are sent; DataError if trainers' batches differ."""
+        """Send the lookups of each slice and yield its columns; DataError if trainers' batches differ."""
         outer, checksum = self._evaluation, 0
         self.pass_sizes = PassSizes()
         try:
@@ -272,7 +272,7 @@ class TrainingLoop:
         return (replace(each, drawn=drawn(step)) for step, each in enumerate(slices, self.step))
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
-        """Yield batches; before each one, seed torch by pass and position, equally on all trainers."""
+        """Yield batches; before each, seed torch with pass and position, so trainers get the same samples."""
         for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
@@ -282,11 +282,7 @@ class TrainingLoop:
     def training_batches(
         self, slices: Iterator[LocalBatch], before_step: Callable[[], None]
     ) -> Iterator[Any]:
-        """Yield the columns of each micro-batch of a pass, which has begun in :attr:`history`.
-
-        Args:
-            before_step: called before each step.
-        """
+        """Yield the columns of each micro-batch, and call ``before_step`` before each step."""
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
         self.pass_sizes = sizes = PassSizes()
@@ -325,7 +321,7 @@ class TrainingLoop:
         self._engine.feed.flush()
 
     def continue_from(self, step: int) -> None:
-        """End the running pass. A checkpoint was loaded, after whose ``step`` steps the loop continues."""
+        """Continue after the ``step`` steps of a loaded checkpoint. A running pass ends."""
         self.advance(step_states.LEAVE_PASS)
         self._engine.feed.begin(iter(()), step)
         self._training = None
@@ -370,8 +366,8 @@ class TrainingLoop:
     def module_to_call(self, inputs: Any) -> nn.Module:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
-        If ``inputs`` are the first batch, and the last batch of the pass is smaller, a copy of the module is
-        first tried with as many samples as this trainer gets of the last batch.
+        If the last batch of the pass is smaller than the first, the call for the first batch also tests a
+        copy of the module with as many samples as this trainer gets of the last batch.
 
         Raises:
             DataError: the copy fails with so few samples, but not with the first batch.
@@ -439,7 +435,7 @@ class TrainingLoop:
         """Compute the gradients of a sum of weighted means; for errors, see :meth:`Cluster.backward`.
 
         Args:
-            terms: of each mean, a value per sample, and the weights or None.
+            terms: for each mean, the values per sample, and the weights or None.
         """
         current = self._current(step_states.BACKWARD)
         if self._rules.micro_batches > 1 and any(weights is not None for _, weights in terms):
@@ -486,11 +482,7 @@ class TrainingLoop:
         self.advance(step_states.ADD_GRADIENT)
 
     def _local_loss(self, terms: Sequence[tuple[Tensor, Tensor | None]], batch: LocalBatch) -> Tensor:
-        """Return this trainer's summand of the loss, which is a sum of means over the global batch.
-
-        Raises:
-            DataError: there is not one value, or weight, per sample; or a weight is negative or not finite.
-        """
+        """Return this trainer's summand of the sum of the means; DataError for invalid values or weights."""
         summands = []
         for values, weights in terms:
             values_B = values.reshape(-1)
@@ -520,10 +512,11 @@ class TrainingLoop:
         return sum(summands[1:], summands[0])
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Scale or drop the gradients that an optimizer of the module's parameters is about to use.
+        """Scale or drop the gradients before a step of the module's optimizer; ignore other optimizers.
 
         Raises:
-            RuntimeError: the optimizer has no gradients of a new batch, or has other parameters, too.
+            NonFiniteError: a gradient is not finite (``train.non_finite``).
+            RuntimeError: the optimizer has no gradients of a new batch, or also has other parameters.
         """
         module_ids = {id(parameter) for parameter in self.model.net.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

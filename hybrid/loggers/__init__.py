@@ -1,5 +1,5 @@
 """The records of a run: lines of ``metrics.jsonl``, and calls of the loggers in ``cluster.loggers``.
 
-``record_file`` writes and reads the lines. ``run_loggers`` calls the loggers, each in its thread: those in
-``tools``, and classes of the user.
+``record_file`` writes and reads the lines. ``run_loggers`` calls each logger in its own thread. A logger is a
+class in ``tools``, or a class of the user.
 """

@@ -43,7 +43,7 @@ class AppendOnlyFile:
         self.write(f"{json.dumps(replace_non_finite(record), allow_nan=False)}\n".encode())
 
     def write(self, record: bytes) -> None:
-        """Append bytes; if that fails, the file is unchanged."""
+        """Append bytes. If that fails, the file is truncated to its previous size."""
         try:
             self._write(record)
         except OSError as error:
@@ -72,13 +72,13 @@ class AppendOnlyFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records in complete lines of a file, none if it is missing; see :func:`parse_records`."""
+    """Return the records of a file, none if it is missing; incomplete and damaged lines are left out."""
     lines = files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
     return parse_records(lines)
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Replace the records of metrics.jsonl."""
+    """Replace the content of a file by ``records``, one JSON object per line."""
     files.write_bytes(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
 

@@ -37,7 +37,7 @@ class RunLoggers:
     """The loggers that a configuration names; call ``start``, any number of times ``log``, and ``finish``.
 
     Args:
-        warn: called with a warning, by the thread that calls the methods.
+        warn: receives warnings, in the thread that calls the methods of this object.
 
     Raises:
         ConfigError: a package is missing, or a class of the user cannot be imported or lacks a method.
@@ -50,7 +50,7 @@ class RunLoggers:
         self._threads: list[_LoggerThread] = []
 
     def start(self, name: str, folder: Path, step: int) -> None:
-        """Begin to record the run ``name`` in ``folder``, after ``step`` steps."""
+        """Begin to record a run, in the run folder ``folder``, which has taken ``step`` steps."""
         config = {f"{section}.{key}": value for section, key, _, value in key_values(self._config)}
         run = LoggedRun(name, folder, config, step)
         self._threads = [_LoggerThread(each, make) for each, make in self._makers.items()]
@@ -61,7 +61,7 @@ class RunLoggers:
         self._call("log", step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def finish(self, result: Mapping[str, Any] | None, seconds: float = _SILENT_SECONDS) -> None:
-        """End the recording, and wait up to ``seconds`` for the loggers; see :meth:`RunLogger.finish`."""
+        """End the recording with a result (:meth:`RunLogger.finish`); wait up to ``seconds`` in all."""
         self._call("finish", result)
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -95,7 +95,7 @@ def _load(name: str) -> Callable[[], RunLogger]:
 
 
 class _LoggerThread(threading.Thread):
-    """Makes a logger, and calls its methods."""
+    """A thread that makes a logger and calls its methods."""
 
     def __init__(self, name: str, make: Callable[[], RunLogger]) -> None:
         super().__init__(name=name, daemon=True)

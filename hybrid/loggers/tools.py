@@ -1,4 +1,4 @@
-"""The loggers of TensorBoard, MLflow and W&B; their packages are imported when a run starts."""
+"""Loggers for TensorBoard, MLflow and W&B; their packages are imported when a run starts."""
 
 import os
 import re
@@ -74,7 +74,7 @@ class TensorBoardLogger:
 
 
 class MlflowLogger:
-    """Writes metrics, and the configuration as parameters; a resumed run continues its run of MLflow."""
+    """Writes metrics, and the configuration as parameters. A resumed run continues its MLflow run."""
 
     def start(self, run: LoggedRun) -> None:
         import mlflow
@@ -109,10 +109,10 @@ def _mlflow_name(text: str) -> str:
 
 
 class WandbLogger:
-    """Writes a history, the configuration and a summary; a resumed run continues its run of W&B.
+    """Writes a history, the configuration and a summary. A resumed run continues its W&B run.
 
-    W&B takes steps in ascending order only. So it shows each step of a resumed run once. It does not show the
-    numbers of checkpoints, because they are logged after a later step.
+    W&B takes steps in ascending order only, so values of earlier steps are left out: of steps that a resumed
+    run repeats, and of checkpoints, which are logged after a later step.
     """
 
     def start(self, run: LoggedRun) -> None:

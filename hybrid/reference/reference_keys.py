@@ -1,6 +1,6 @@
-"""The keys of a growing table in one process, and the keys that have rows, as dictionaries.
+"""The keys of a growing table in one process, in dictionaries.
 
-This module shares no code with ``key_maps.py``. ``growing_group.py`` describes the update of a step.
+This module shares no code with ``key_maps.py``. ``growing_group.py`` describes when keys get and lose rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class ReferenceKeys:
     """The keys of one table, as numbers from 0 to 2**64 - 1.
 
     Attributes:
-        row_of: the number of the row of each key with a row. Numbers ascend; they are not used again.
-        seen: for each known key, the number of steps that have read it, and the last of them.
+        row_of: row number of each key that has a row. New rows get the next numbers; numbers are not reused.
+        seen: for each known key, the number of steps that have read it (halved in each half-life of
+            :class:`Growth`), and the last of these steps.
         steps_before: number of steps of earlier runs, whose reads are in ``seen``.
     """
 
@@ -35,14 +36,14 @@ class ReferenceKeys:
     def load(
         self, keys: Sequence[int], counts: Sequence[int], last_steps: Sequence[int], *, has_rows: bool
     ) -> None:
-        """Add known keys; those with rows are numbered in order."""
+        """Add known keys. If they have rows, the next row numbers belong to them, in their order."""
         self.seen |= dict(zip(keys, zip(counts, last_steps, strict=True), strict=True))
         if has_rows:
             self.row_of |= {key: row for row, key in enumerate(keys, self._next_row)}
             self._next_row += len(keys)
 
     def count(self, keys: Sequence[int], step: int) -> list[int]:
-        """Count the distinct keys of the update of a step, and return those that get rows."""
+        """Count the distinct keys that a step has read, and return the keys that get new rows."""
         step += self.steps_before
         for key in keys:
             self.seen[key] = min(self._count(key, step) + 1, _MAX_COUNT), step
@@ -62,7 +63,7 @@ class ReferenceKeys:
         return admitted
 
     def sweep(self, step: int) -> None:
-        """Remove keys that are no longer read. Each step does so in a few of the buckets, in turn."""
+        """Remove unread keys, and rows above the limit, from a few buckets, which take turns by step."""
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return

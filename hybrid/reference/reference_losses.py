@@ -16,7 +16,7 @@ class ReferenceLoss:
 
     Args:
         tasks: the tasks, in the order of labels and outputs.
-        features: the names of the sparse features of a batch, in their order; for a retrieval task.
+        features: for a retrieval task, the names of the sparse features of a batch, in their order.
         item_counts: for a retrieval task, the number of training samples with each item id.
     """
 
@@ -36,7 +36,7 @@ class ReferenceLoss:
         }
 
     def contributions(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
-        """Return the terms of the loss of a step: one of each trainer, then one of each ranking loss.
+        """Return the terms whose sum is the loss of a step: one per trainer, then one per ranking loss.
 
         Ranking losses are computed over the whole batch, since a group may have samples of several trainers.
         A retrieval task has a single term.
@@ -103,7 +103,7 @@ class ReferenceLoss:
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
 
     def _retrieval_loss(self, outputs_NO: Tensor, slices: Sequence[Batch], counts_I: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each sample's item among the items of all weighted samples."""
+        """Return the mean cross-entropy of each sample's item among the items of samples with weights > 0."""
         (task,) = self._tasks
         feature = self._features.index(task.item)
         ids_N = torch.cat([batch.sparse_features.ids(feature) for batch in slices])
@@ -118,7 +118,7 @@ class ReferenceLoss:
 
 
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
-    """Return the mean loss of the groups that have different labels; a group counts by its mean weight."""
+    """Return the mean loss of groups with different labels, weighted by the mean weight of each group."""
     labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
     weights_N = torch.cat([_weights(batch, t) for batch in slices]).to(scores_N)
     groups = [batch.groups for batch in slices if batch.groups is not None]

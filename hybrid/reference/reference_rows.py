@@ -34,7 +34,7 @@ _STATE_OF_ROWS = {"rowwise_adagrad": ("sum",), "adam": ("steps",), "adamw": ("st
 
 
 def initial_state(spec: OptimizerSpec, table_RD: Tensor) -> State:
-    """Return the optimizer state of a table, all zeros of its type, by the names of the state on workers."""
+    """Return zeros of the table's dtype for each optimizer state, by the names of states on workers."""
     of_values = {name: torch.zeros_like(table_RD) for name in _STATE_OF_VALUES.get(spec.name, ())}
     of_rows = {name: table_RD.new_zeros(len(table_RD)) for name in _STATE_OF_ROWS.get(spec.name, ())}
     return of_values | of_rows
@@ -54,7 +54,7 @@ def update_rows(
     With ``all_rows``, all other rows take the step with gradients of zero.
 
     Args:
-        rounded: for a table in bfloat16, returns new rows (U, D), given their ids, in this type.
+        rounded: for a bfloat16 table, a function that rounds new rows (U, D), given their ids (U,).
     """
     if spec.all_rows:
         grad_UD = grad_UD.new_zeros(table_RD.shape).index_copy_(0, ids_U, grad_UD)
@@ -77,7 +77,7 @@ def update_rows(
 
 
 def _torch_step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """Update rows and state in place with an optimizer of torch; rows with equal step counts share a call."""
+    """Update rows and state in place with a torch optimizer, together for rows with equal step counts."""
     names = _STATE_OF_VALUES.get(spec.name, {})
     steps_U = state.get("steps", rows_UD.new_zeros(len(rows_UD)))
     for steps in steps_U.unique().tolist():
@@ -111,7 +111,7 @@ def _torch_optimizer(spec: OptimizerSpec, parameter: nn.Parameter, rate: float) 
 
 
 def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """FTRL-Proximal (McMahan et al. 2013), for any initial rows, and for rates that may change."""
+    """Update rows and state in place by FTRL-Proximal (McMahan et al. 2013); the rate may change."""
     if rate < _SMALLEST_FTRL_RATE:
         return
     z_UD, n_UD, l1, l2 = state["z"], state["n"], spec.ftrl_l1, spec.weight_decay
@@ -143,7 +143,7 @@ def round_stochastically(rows_UD: Tensor, numbers_U: Tensor, seed: int, step: in
 
 
 def _random(dim: int, numbers_U: Tensor, seed: int, step: int, table: str) -> Tensor:
-    """Return random numbers of 16 bits (U, D): the bits of a sequence of 64-bit numbers for each row."""
+    """Return random 16-bit numbers, (U, ``dim``), from a sequence of 64-bit numbers for each row."""
     salt_1 = next_of(np.array([random_salt(seed, table)], np.uint64) + np.uint64(step))
     state_U1 = next_of(salt_1 + numbers_U.numpy().astype(np.uint64))[:, None]
     index_N = np.arange(-(-dim // 4), dtype=np.uint64)

@@ -3,8 +3,8 @@
 The reference shares no arithmetic with other packages. It uses autograd, ``F.embedding``,
 ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
 same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples of all
-trainers together, unless each has its own net, and takes one backward pass. The rows that a step reads
-are leaf tensors, so that gradients have the size of these rows, not of the table (except with ``all_rows``).
+trainers together, unless each trainer has its own net. Then it takes one backward pass. The rows that a step
+reads are leaf tensors, so gradients have the size of these rows, not of the table (except with ``all_rows``).
 """
 
 import copy
@@ -46,18 +46,18 @@ class Reference:
         net: the initial dense net of every trainer; copied.
         remote_net: the net between interaction and head, or None; copied.
         total_steps: steps of the run, on which the schedule may depend.
-        initial_rows: function that returns the initial rows of keys of a growing table, (keys, D); may be
+        initial_rows: function that returns the initial rows (keys, D) of keys of a growing table; may be
             None if no table grows.
         item_counts: for a retrieval task, the number of training samples with each item id.
 
     Attributes:
         tables: rows by table, with all updates.
-        keys: which keys of a growing table have rows, and their numbers.
-        table_states: state of the tables' optimizers by table and name, with the names of the workers.
+        keys: the keys of each growing table, by table.
+        table_states: optimizer state of each table, by table and by the name of the state on workers.
         nets: the dense net of each trainer; stages that trainers share are the same modules.
         remote_net: the trained remote net.
-        optimizer: one optimizer for all dense parameters, since torch treats each separately.
-        skipped_steps: steps that were not applied because a loss or gradient was not finite.
+        optimizer: one optimizer for all dense parameters, since torch updates each parameter separately.
+        skipped_steps: number of steps not applied, because the loss or a gradient was not finite.
 
     Raises:
         ConfigError: ``train.update`` is async, whose result depends on the timing of trainers.
@@ -134,7 +134,7 @@ class Reference:
 
     @torch.no_grad()
     def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
-        """Return ``outputs_BO`` (``outputs_B`` for one output) of a trainer's net, with all updates."""
+        """Return the present outputs of a trainer's net for ``batch``: (B, O), or (B,) for one output."""
         self._dense.eval()
         (outputs_BO,) = self._forward([self.nets[trainer]], [batch], self._copy_rows([batch]))
         return outputs_BO.squeeze(1)
@@ -146,7 +146,7 @@ class Reference:
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state for each parameter of one of the nets, by the parameter's name."""
+        """Return the optimizer state of each parameter of a net, by parameter name; {} before a step."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
     def _row_dtype(self, table: TableSpec) -> torch.dtype:
@@ -164,7 +164,7 @@ class Reference:
         return rows
 
     def _read(self, table: TableSpec, ids_U: Tensor) -> Tensor:
-        """Return the rows of ids. Ids of a growing table without a row get initial rows."""
+        """Return the rows of ids. An id of a growing table that has no row gets its initial row."""
         if table.name not in self.keys:
             return self.tables[table.name][ids_U].to(self._dtype)
         keys, row_of = [key % 2**64 for key in ids_U.tolist()], self.keys[table.name].row_of
@@ -239,7 +239,7 @@ class Reference:
     def _sequence(
         self, index_L: Tensor, offsets: Tensor, weights_L: Tensor | None, rows_UD: Tensor, length: int
     ) -> Tensor:
-        """Return the vectors of each sample's ids, padded to ``length``, and the number of ids."""
+        """Return a row per sample: the vectors of its ids, padded to ``length``, and the number of ids."""
         vectors_LD = F.embedding(index_L, rows_UD)
         if weights_L is not None:
             vectors_LD = vectors_LD * weights_L.to(self._dtype).unsqueeze(1)
@@ -275,7 +275,6 @@ class Reference:
                 self.keys[spec.name].sweep(self._step)
 
     def _round(self, table: str, keys_U: Tensor | None, rows_UD: Tensor, ids_U: Tensor) -> Tensor:
-        """Return new rows of a table in bfloat16; ``keys_U`` are the keys of a growing table."""
         numbers_U = ids_U if keys_U is None else keys_U
         return round_stochastically(rows_UD, numbers_U, self._config.run.seed, self._step, table)
 
@@ -309,7 +308,7 @@ def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]
 def _dense_optimizer(
     nets: Sequence[nn.Module], remote_net: nn.Module | None, config: RunConfig
 ) -> torch.optim.Optimizer:
-    """Create one optimizer for all nets, with a parameter group for each parameter."""
+    """Return an optimizer for all nets, with a parameter group for each parameter."""
     dense, groups = config.dense, list(config.dense_groups.values())
     prefixed = [("", net) for net in nets] + ([] if remote_net is None else [("remote.", remote_net)])
     group_of: dict[nn.Parameter, dict[str, Any]] = {}
@@ -331,7 +330,7 @@ def _options(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
-    """Yield the factor of the learning rates in each step, without end.
+    """Yield the factor of all learning rates in each step; the iterator is infinite.
 
     The rate rises in the first ``warmup_steps`` and then follows ``kind``. After the last step of the
     schedule, the rate is constant.
@@ -377,7 +376,7 @@ def _unit_rate() -> torch.optim.Optimizer:
 
 
 def _rates(scheduler: lr_scheduler.LRScheduler, last_step: float = math.inf) -> Iterator[float]:
-    """Yield the rate of each step. After ``last_step``, it is constant; torch's formulas would reverse."""
+    """Yield the rate of each step. It is constant after ``last_step``, where torch's cosine would rise."""
     for step in count():
         yield float(scheduler.get_last_lr()[0])
         if step < last_step:

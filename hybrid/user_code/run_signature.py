@@ -7,7 +7,7 @@ declares its harmless values (:attr:`hybrid.config.key.Key.unsigned`). Its defau
 the program writes a configuration, it signs all other values with a key that only the user can read.
 
 Each value has its own signature, in a comment at the end of the file. So a copy of the file has the
-signatures, and the user may edit some keys without invalidating the signatures of the others.
+signatures, and an edited key does not invalidate the signatures of other keys.
 """
 
 import hmac
@@ -51,8 +51,8 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    A value that needs a signature and has none is replaced by its default. An error is raised instead if the
-    section of the value is in ``uses``, or if the key has values that need no signature (``Key.unsigned``).
+    A value that needs a signature and has none is replaced by its default. It is an error instead if its
+    section is in ``uses``, or if its key has ``Key.unsigned``: the default would be another model or data.
 
     Args:
         overrides: ``section.key=value``; these values need no signature.
@@ -85,7 +85,7 @@ def load_run_config(
 
 
 def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """For each value with unsigned elements, yield section, name, key and the first such element."""
+    """For each value with an unsigned element, yield section, name, key and the first unsigned element."""
     lines = read_text(path).splitlines()
     signatures = [line.removeprefix(_PREFIX).strip().encode() for line in lines if line.startswith(_PREFIX)]
     own = _key() if signatures else None
@@ -109,7 +109,7 @@ def _signature(key: bytes, dotted: str, value: Any) -> str:
 
 
 def _key() -> bytes | None:
-    """Return the user's key, created at first use; None if the user has no private folder."""
+    """Return the user's key, created at first use; None without a private folder or a valid key file."""
     folder = private_user_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         return None

@@ -32,7 +32,7 @@ _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib"
 
 
 class FolderFinder(importlib.abc.MetaPathFinder):
-    """Finds a module in a folder if the user has named the module, or user code in the folder imports it.
+    """An import hook that finds a module in a folder if the user names it, or code in the folder imports it.
 
     The folder is not added to ``sys.path``. Otherwise torch and other packages would find optional modules in
     it, which somebody else may have written.
@@ -45,7 +45,7 @@ class FolderFinder(importlib.abc.MetaPathFinder):
 
     @classmethod
     def search(cls, folder: Path, module: str = "") -> None:
-        """Search ``folder`` after all other folders; ``module`` is the module that the user has named."""
+        """Let imports search ``folder`` last; ``module`` is the module that the user has named, if any."""
         cls._named.add(module.partition(".")[0])
         searched = [each._folder for each in sys.meta_path if isinstance(each, cls)]
         resolved = folder.resolve()
@@ -53,7 +53,7 @@ class FolderFinder(importlib.abc.MetaPathFinder):
             sys.meta_path.append(cls(resolved))
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        """See :class:`importlib.abc.MetaPathFinder`; ``path`` is None for a top-level module."""
+        """Return the spec of a module that this finder imports, else None; ``path`` is None at top level."""
         if path is not None or not (fullname in self._named or self._is_importer(sys._getframe(1))):
             return None
         return PathFinder.find_spec(fullname, [str(self._folder)])
@@ -129,7 +129,7 @@ def qualified_name(function: Any) -> str:
 
 
 def _module_paths(module: str) -> list[Path]:
-    """Return the folders and the file of a module's top-level package; empty if built in or missing."""
+    """Return the folders and the file of a module's top-level package; none if built in or missing."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
@@ -156,7 +156,7 @@ def is_user_file(filename: str) -> bool:
 def user_location(error: BaseException | None) -> str:
     """Return the innermost frame of user code, such as ``my_net.py:17, in forward``; "" if there is none.
 
-    If an exception has causes, the first cause with such a frame is used.
+    Causes of the exception are searched before the exception, the original cause first.
     """
     for each in _causes(error):
         if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):
@@ -215,6 +215,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _short(filename: str) -> str:
-    """Return the path relative to the working directory, or the absolute path of a file outside of it."""
+    """Return the path relative to the working directory; for a file outside of it, the absolute path."""
     path = Path(os.path.abspath(filename))
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
