@@ -16,9 +16,9 @@ Two mechanisms cover the two transports:
 - RPC: ``signed_pickler`` pickles a call or a response, and ``message_signature`` signs the pickle and the
   tensors. Nothing is unpickled before its signature is verified. Torch's own messages bypass the pickler, so
   ``closed_listeners`` closes the ports on which torch listens.
-- Sockets (rendezvous, lookups, gradients): ``secret.DirectionCipher`` encrypts each direction after a
-  handshake. A message contains numbers, text and tensors; ``rejections.PlainUnpickler`` rejects
-  classes and functions.
+- Sockets (rendezvous, and lookups and gradients of tables): ``secret.DirectionCipher`` encrypts each
+  direction after a handshake. A message contains numbers, text and tensors; ``rejections.PlainUnpickler``
+  rejects classes and functions.
 
 A rejected message is counted, logged and not loaded (``rejections``).
 """

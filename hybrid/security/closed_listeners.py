@@ -30,10 +30,10 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 
 @contextmanager
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
-    """At the end of the ``with`` block, close the sockets on which this process began to listen in it.
+    """After the ``with`` block, close the listening sockets that this process opened in the block.
 
-    Connections that these sockets accepted are closed, too, except those of the group's other members, which
-    share ``store``. All members must be connected by then, and call this function.
+    Connections that these sockets accepted are closed, too, unless a member of the group made them. All
+    members share ``store``, call this function, and must be connected to each other at the end of the block.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}
@@ -66,7 +66,7 @@ def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iter
 
 
 def is_same_user(each: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to the same user."""
+    """Whether the peer of a Unix socket belongs to the user of this process."""
     credentials = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
@@ -96,7 +96,6 @@ def _is_listening(each: socket.socket) -> bool:
 
 
 def _local_address(each: socket.socket) -> int | str | bytes:
-    """Return the port or name that a listener shares with its accepted connections."""
     address: tuple[str, int] | str | bytes = each.getsockname()
     return address[1] if isinstance(address, tuple) else address
 
@@ -128,7 +127,7 @@ def _replace_by_eventfd(number: int, registrations: Iterable[tuple[int, int]]) -
 
 
 def _epoll_registrations() -> dict[int, list[tuple[int, int]]]:
-    """Return, for each descriptor, the epoll instances that wait for it, and the events; see proc(5)."""
+    """Return (epoll descriptor, events) pairs by the descriptor that epoll watches; see proc(5)."""
     registrations = defaultdict(list)
     for number in _descriptors():
         with suppress(OSError):  # closed meanwhile

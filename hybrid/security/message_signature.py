@@ -11,7 +11,7 @@ additional data, in place. Their dtypes and shapes are in the pickle. The bytes 
 signed.
 
 GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
-one kind and one receiver, and the nonce is the number of the message among those of the key.
+one kind and one receiver. The nonce is the number of the message: the sender counts the messages of each key.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ class ReplayWindow:
     """Accepts each message number once, in any order.
 
     Args:
-        max_early: how many higher numbers may precede a missing number. After more, that number is rejected.
+        max_early: if more than this many higher numbers arrive before a number, the number is rejected.
     """
 
     def __init__(self, max_early: int = _MAX_EARLY) -> None:
@@ -102,7 +102,7 @@ class Signatures:
         self._receiving: dict[bytes, tuple[AES256, ReplayWindow]] = {}
 
     def sign(self, kind: PayloadKind, receiver: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
-        """Return the payload of a pickle.
+        """Return the payload: the header, the encrypted pickle and the tag.
 
         Args:
             receiver: an RPC name, a sender number, or nothing; see :class:`PayloadKind`.
@@ -146,23 +146,22 @@ class Signatures:
         return kind, start[:_ID_BYTES], pickled
 
     def _key(self, start: bytes, receiver: bytes) -> AES256:
-        """Return the key for a receiver and for the start of a header, which has sender and kind."""
         return AES256(self._secret.key("call", self._run_id + start + receiver))
 
 
 def _segments(tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
-    """Return what is signed in addition to the pickle: the number of tensors, and their bytes."""
+    """Return the data to sign in addition to the pickle: the number of tensors, and their bytes."""
     views = (segment for tensor in tensors for segment in memory_of(tensor))
     return [len(tensors).to_bytes(_COUNT_BYTES, "little"), *views]
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Whether shape, dtype and one contiguous range of bytes describe a tensor completely."""
+    """Whether one contiguous range of bytes, with shape and dtype, describes a tensor completely."""
     return not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
-    """Return views of the bytes of a contiguous tensor, in segments that the library accepts.
+    """Return views of the bytes of a contiguous tensor, in segments of at most 1 GiB.
 
     The list is empty if the tensor is empty or on a GPU. The caller must keep the tensor alive.
     """

@@ -19,7 +19,7 @@ class RejectionLog:
     """Counts rejections, and logs at most one line every ten seconds.
 
     Args:
-        what: what is rejected, for the log: "message" or "connection".
+        what: the noun for log lines: "message" or "connection".
     """
 
     def __init__(self, what: str = "message") -> None:
@@ -53,6 +53,6 @@ def describe_rejection(reason: str) -> str:
 
 
 def parse_rejection(text: str) -> str | None:
-    """Return the reason in a text that contains a result of :func:`describe_rejection`; else None."""
+    """Return the reason if ``text`` contains a result of :func:`describe_rejection`, else None."""
     _, prefix, rest = text.partition(_PREFIX)
     return rest.splitlines()[0] if prefix else None

@@ -60,10 +60,10 @@ class Secret:
 
     @classmethod
     def find(cls, file: str) -> Secret | None:
-        """Read the secret from ``file``, or from the environment if ``file`` is ""; None if none is there.
+        """Read the secret from ``file``, or if that is "", from the environment; None if it is not set there.
 
         Raises:
-            ConfigError: the file cannot be read, other users may read it, or the secret is too simple.
+            ConfigError: the file cannot be read, other users may access it, or the secret can be guessed.
         """
         if not file:
             value = os.environ.get(VARIABLE, "").strip()
@@ -92,7 +92,7 @@ class Secret:
         """Derive a key of 32 bytes.
 
         Args:
-            purpose, context: different values have independent keys.
+            purpose, context: different values result in independent keys.
             agreed: result of a key exchange. If given, the key cannot be derived from the secret alone.
         """
         # The length separates purpose and context.
@@ -108,8 +108,8 @@ class DirectionCipher:
     """Encryption of one direction of a connection; for one thread at a time.
 
     One end seals (encrypts and authenticates) messages, the other opens them. AES-256-GCM (NIST SP 800-38D)
-    must never use a nonce twice with one key. The key, of 32 bytes, belongs to one direction of one
-    connection. A nonce is the number of the message, which both ends count. So a message is valid once, at
+    must never use a nonce twice with one key. So the key, of 32 bytes, belongs to one direction of one
+    connection, and the nonce is the number of the message, which both ends count. A message is valid once, at
     its position in the sequence.
     """
 
@@ -122,7 +122,7 @@ class DirectionCipher:
         return self._aead.encrypt(self._next_nonce(), plain, None)
 
     def seal_into(self, plain: bytes | memoryview, sealed: memoryview) -> None:
-        """Encrypt ``plain``, of less than 2 GiB, into memory that is ``TAG_BYTES`` longer."""
+        """Encrypt ``plain``, of less than 2 GiB, into ``sealed``, which is ``TAG_BYTES`` longer."""
         self._aead.encrypt_into(self._next_nonce(), plain, None, sealed)
 
     def open(self, sealed: bytes | memoryview) -> bytes:
@@ -133,7 +133,7 @@ class DirectionCipher:
             raise RejectionError(_NOT_NEXT) from None
 
     def open_into(self, sealed: memoryview, plain: memoryview) -> None:
-        """Decrypt the next message, as :meth:`open` does, into memory that is ``TAG_BYTES`` shorter."""
+        """Decrypt like :meth:`open`, into memory that is ``TAG_BYTES`` shorter than ``sealed``."""
         try:
             self._aead.decrypt_into(self._next_nonce(), sealed, None, plain)
         except InvalidTag:

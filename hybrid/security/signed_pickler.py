@@ -60,17 +60,17 @@ class addressed_to:  # contextlib.contextmanager would cost twice as much
 
 
 class _Response(NamedTuple):
-    """The value that a call returned, and the sender number of its caller."""
+    """The value that a call returned, and the random number that identifies the calling process."""
 
     receiver: bytes
     value: Any
 
 
 class _RaisedError(internal.RemoteException):
-    """An exception that a call raised, in torch's format, for the caller with the given sender number.
+    """An exception that a call raised, in torch's format; ``receiver`` identifies the calling process.
 
     The pickler also returns this object for a rejected payload. Torch may have expected a call there, so the
-    object has the attributes of a call. This call returns the exception.
+    object has the attributes of a call. Its attribute ``func`` returns the object itself.
     """
 
     # By this name, torch recognizes an exception that an asynchronous function raised before it returned.
@@ -85,7 +85,7 @@ class _RaisedError(internal.RemoteException):
 
 
 class _CalledFunction:
-    """A function called by RPC; its result is signed for the caller."""
+    """A function called by RPC; its result or exception is signed for the process that called it."""
 
     __slots__ = ("_caller", "_function")
 
@@ -119,7 +119,7 @@ class SignedPickler(internal._InternalRPCPickler):
 
     Args:
         calls: the functions that other roles may call.
-        rejections: the log of rejected messages. If the caller is a role of the run, it also gets an error.
+        rejections: the log of rejected messages. A sender that belongs to the run also receives an error.
     """
 
     def __init__(
@@ -132,7 +132,10 @@ class SignedPickler(internal._InternalRPCPickler):
         self._calls = {qualified_name(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Return the payload of a call or a response, and its tensors; ClusterError for other objects."""
+        """Return the payload of a call or a response, and its tensors; empty for an unauthenticated peer.
+
+        ClusterError for other objects, other functions than ``calls``, and calls without a receiver.
+        """
         if isinstance(obj, internal.PythonUDF):
             name = qualified_name(obj.func)
             if name not in self._calls:
@@ -169,7 +172,7 @@ class SignedPickler(internal._InternalRPCPickler):
         return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
-        """Return the call or the value of a payload; if rejected, an exception object for its sender."""
+        """Return the call or the value of a payload, or an exception object if the payload is rejected."""
         sender: bytes | None = None
         try:
             kind, sender, pickled = self._signatures.verify(binary_data, tensor_table)
@@ -197,14 +200,14 @@ class SignedPickler(internal._InternalRPCPickler):
 
 
 def received_tensor(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return ``tensor``, for a pickle; RejectionError if the sender pickled another dtype or shape."""
+    """Return a tensor of a payload; RejectionError if its dtype or shape differs from the signed pickle."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise RejectionError(UNSIGNED)
     return tensor
 
 
 def install(pickler: internal._InternalRPCPickler | None) -> None:
-    """Make torch use ``pickler``, or its default pickler for None."""
+    """Make torch's RPC use ``pickler``; None restores the default pickler."""
     # C++ uses the first variable for received messages and responses. Calls use the second.
     internal._internal_rpc_pickler = api._default_pickler = pickler or _DEFAULT_PICKLER
 

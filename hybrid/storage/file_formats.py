@@ -26,7 +26,7 @@ Fields = TypeVar("Fields")
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return a JSON value; ValueError for invalid text, deep nesting, long integers and lone surrogates."""
+    """Parse JSON; ValueError for invalid text, deep nesting, integers over 64 bits, or lone surrogates."""
     try:
         value = json.loads(content)
     except RecursionError as error:
@@ -48,14 +48,14 @@ def _check(value: Any, levels: int) -> None:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return a value, or nested mappings of values, with None for each number that JSON cannot represent."""
+    """Return ``value``, with None for each infinite number or NaN; also in nested mappings, but not lists."""
     if isinstance(value, Mapping):
         return {name: replace_non_finite(element) for name, element in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:
-    """Return a dataclass from a JSON object; TypeError or ValueError if a field is missing or invalid.
+    """Create a dataclass from a JSON object; TypeError or ValueError if a field is missing or invalid.
 
     Fields are plain values, dataclasses, named tuples, and tuples and dictionaries of these.
     """
@@ -64,7 +64,7 @@ def parse_fields(kind: type[Fields], content: Any) -> Fields:
 
 
 def parse_value(name: str, hint: Any, value: Any) -> Any:
-    """Return a JSON value as the type ``hint``; if it has another type, raise a TypeError with ``name``."""
+    """Convert a JSON value to the type ``hint``; TypeError with ``name`` if the value has another type."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return parse_fields(hint, value)
     if isinstance(hint, type) and issubclass(hint, tuple) and isinstance(value, list):  # a NamedTuple
@@ -93,7 +93,7 @@ def is_inner_name(text: str) -> bool:
 def map_array(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> npt.NDArray[Any]:
-    """Map a ``.npy`` file into memory, read-only; ValueError if it holds no array of numbers."""
+    """Map a ``.npy`` file into memory, read-only; ValueError if it is not an array of numbers."""
     import numpy as np  # commands such as config do without it
 
     with local_copy(path, root=root, follows_links=follows_links) as local:

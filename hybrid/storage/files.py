@@ -1,8 +1,8 @@
 """Functions to read, write, list and remove files of this machine and of object stores.
 
 A missing file raises FileNotFoundError. A failure of a store, or a path that is refused, raises StorageError
-with advice; any other failure raises OSError. A written file becomes visible when it is complete. Links and
-files that are not regular are refused, except a link that the user has named.
+with advice; any other failure raises OSError. A written file becomes visible when it is complete. Functions
+that open a file refuse devices, FIFOs and links, unless ``follows_links`` permits a link.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def find_entry(path: StoragePath) -> Entry | None:
-    """Return the file or folder at a path, or None if there is none."""
+    """Return the file or folder at a path, or at the target of a link; None if there is none."""
     if not isinstance(path, RemotePath):
         try:
             status = path.stat()
@@ -97,7 +97,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return the entries of a folder by name; with ``is_deep``, all files below. Empty if it is missing."""
+    """Return a folder's entries sorted by path; with ``is_deep``, all files below. Empty if no folder."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
@@ -140,7 +140,7 @@ def content_tag(path: RemotePath) -> str:
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results of a function in the order of the items; for a function that waits for files."""
+    """Call a function that waits for files once per item, in threads; return the results in order."""
     with ThreadPoolExecutor(_SMALL_REQUESTS, "files") as threads:
         return list(threads.map(function, items))
 
@@ -166,8 +166,7 @@ def open_reader(
     """Open a file for reading; each read from a store is one request, for no more than the requested bytes.
 
     Args:
-        root, follows_links: only for a file of this machine; see
-            :func:`hybrid.storage.private_files.open_file`.
+        root, follows_links: only for a local file; see :func:`hybrid.storage.private_files.open_file`.
     """
     if not isinstance(path, RemotePath):
         descriptor = open_file(path, root=cast(Path | None, root), follows_links=follows_links)
@@ -197,7 +196,7 @@ def read_blocks(path: StoragePath, root: StoragePath | None = None) -> Iterator[
 
 
 def compute_checksum(path: StoragePath, root: StoragePath | None = None) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     for block in read_blocks(path, root):
         digest.update(block)
@@ -218,7 +217,8 @@ def local_copy(
     valid only inside the context; memory maps stay valid.
 
     Args:
-        sha256: the checksum of a remote file, else ValueError; a file of this machine is not checked.
+        sha256: the expected checksum; ValueError if a remote file has another. Local files are not checked.
+        root, follows_links: only for a local file; see :func:`hybrid.storage.private_files.open_file`.
     """
     if not isinstance(path, RemotePath):
         with open_reader(path, root, follows_links=follows_links) as local_file:
@@ -267,7 +267,7 @@ def write_bytes(path: StoragePath, content: bytes) -> None:
 
 
 def remove(path: StoragePath) -> None:
-    """Remove a file, or a folder with its content, if there is one."""
+    """Remove a file, a link, or a folder with its content; nothing happens if the path is missing."""
     if not isinstance(path, RemotePath):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

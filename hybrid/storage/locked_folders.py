@@ -34,7 +34,8 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
     Each role inherits the descriptor. The system releases the lock when the last process with the descriptor
     ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles.
 
-    If another run holds the lock, or the folder cannot be created, ConfigError for ``key`` is raised.
+    ConfigError for the configuration key ``key`` if another run holds the lock longer than ``wait_seconds``,
+    or if the folder cannot be created. At the end, a folder that was created and is still empty is removed.
     """
     path = folder / LOCK_FILE
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -63,7 +64,7 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
 
 @cache
 def lock_until_exit(folder: Path, key: str) -> None:
-    """Lock a run folder as :func:`folder_lock` does, until this process ends. Later calls have no effect."""
+    """Lock a run folder by :func:`folder_lock` until this process ends; a second call has no effect."""
     lock = ExitStack()
     descriptor = lock.enter_context(folder_lock(folder, key))
     atexit.register(lock.close)
@@ -94,7 +95,7 @@ def try_lock(path: Path) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the lock ``PATH.lock``, and hold it during a block; a missing folder above is created."""
+    """Wait for the lock ``PATH.lock``, and hold it during a block; create its folder if missing."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK_SUFFIX)
     while (descriptor := try_lock(lock)) is None:
@@ -108,10 +109,10 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def build_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to ``target`` at the end; needs ``hold_lock(target)``.
+    """Yield an empty folder that is renamed to ``target`` at the end; call it in ``hold_lock(target)``.
 
-    After an exception, the folder is removed. Unfinished folders of killed processes are removed first, also
-    folders for other targets.
+    First, unfinished folders that killed processes have left beside ``target`` are removed. After an
+    exception, the yielded folder is removed.
     """
     folder = target.with_name(_UNFINISHED + target.name)
     for other in target.parent.glob(f"{_UNFINISHED}*"):

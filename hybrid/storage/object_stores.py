@@ -82,10 +82,7 @@ _SHOW_INCOMPLETE_FILES = ("abfs", "hdfs")
 
 @lru_cache
 def _client(root: str, query: str, endpoint: str | None, process: int) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a store, and the prefix of its paths; ValueError if the URL is not valid.
-
-    Each process needs its own client, because a client has threads.
-    """
+    """Return a client for this ``process``, and the prefix of its paths; ValueError for an invalid URL."""
     from pyarrow import fs
 
     scheme, _, authority = root.partition("://")
@@ -135,7 +132,6 @@ def _s3_client(bucket: str, options: dict[str, str], endpoint: str | None) -> fs
 
 
 def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSystem, str]:
-    """Return a client, with a key or token of the environment if there is one, and the prefix of paths."""
     from pyarrow import fs
 
     account, prefix, authorities = _split_azure_authority(authority)
@@ -163,7 +159,7 @@ def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSyste
 
 
 def _split_azure_authority(authority: str) -> tuple[str, str, dict[str, str]]:
-    """Return the account in a URL's authority, the prefix of paths, and arguments of the client for hosts."""
+    """Split the host part of a URL into account, prefix of paths, and host arguments of the client."""
     user, _, host = authority.rpartition("@")
     name, _, domain = host.partition(".")
     service, _, rest = domain.partition(".")
@@ -179,12 +175,12 @@ def _split_azure_authority(authority: str) -> tuple[str, str, dict[str, str]]:
 
 @contextmanager
 def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem, str]]:
-    """Yield the file system of a store, and the name of a path in it, for one request.
+    """Yield the client of a store, and the name that the client uses for ``path``, for one request.
 
-    Error messages contain ``action``, such as "read".
+    Error messages contain ``action``, a participle such as "read".
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file. If ``action`` is "written", StorageError: no such bucket.
         StorageError: the store refuses the request; the text has the reason and advice.
         OutageError: the store was down during all attempts.
     """
@@ -219,7 +215,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder (of Google's store: all files below); empty if it is missing, OSError without bucket."""
+    """List a folder (Google's store: all files below); empty if missing, OSError if the bucket is missing."""
     from pyarrow import fs
 
     kind = filesystem.type_name
@@ -236,7 +232,7 @@ def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.Fi
 
 
 class RemoteReader(io.RawIOBase):
-    """A file of a store, open for reading; methods raise the errors of :func:`store_request`."""
+    """A file of a store, open for reading; opening and reading raise the errors of :func:`store_request`."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
@@ -258,7 +254,7 @@ class RemoteReader(io.RawIOBase):
             return bytes(self._file.readall())
 
     def read_at(self, start: int, length: int) -> bytes:
-        """Return a range of the file; several threads may call this."""
+        """Return ``length`` bytes from ``start`` on, fewer at the end; several threads may call this."""
         with store_request(self._path, "read"):
             return bytes(self._file.read_at(length, start))
 
@@ -308,7 +304,6 @@ class _RemoteWriter:
         return num_bytes
 
     def _open(self, filesystem: fs.FileSystem, key: str, is_replacement: bool = False) -> None:
-        """Open the stream, and send the content so far."""
         self._sent_to = key
         has_folder = filesystem.type_name in _SHOW_INCOMPLETE_FILES
         if is_replacement or has_folder:
@@ -344,7 +339,7 @@ class _RemoteWriter:
             filesystem.delete_file(self._sent_to)
 
     def abandon(self) -> None:
-        """Remove the unfinished file; a small file, which one request sends, cannot be unfinished."""
+        """Remove the unfinished file. A small file is never unfinished, because one request sends it."""
         if self._stream is None:
             return
         with suppress(OSError), store_request(self._path, "removed") as (filesystem, _):
@@ -356,7 +351,7 @@ class _RemoteWriter:
 
 @contextmanager
 def open_remote_writer(path: RemotePath) -> Iterator[_RemoteWriter]:
-    """Open a file of a store for writing; after a failure, an earlier file is unchanged."""
+    """Open a file of a store for writing; after a failure, an existing file is unchanged."""
     writer = _RemoteWriter(path)
     try:
         yield writer

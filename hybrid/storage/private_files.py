@@ -23,7 +23,7 @@ _PRECOMPILE_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def make_folder(path: Path) -> None:
-    """Make a private folder, and the missing folders above it, also private."""
+    """Make a folder and the missing folders above it, private to their owner; existing ones are unchanged."""
     try:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     except FileNotFoundError:
@@ -74,12 +74,12 @@ def refuse_link(path: str | Path, root: Path | None = None) -> None:
 
 
 def private_user_folder(variable: str, default: str, name: str = "") -> Path | None:
-    """Return this project's folder in the user's home, or a folder in it; make the folder if it is missing.
+    """Return the folder LOCATION/hybrid/NAME, or LOCATION/hybrid without ``name``; make it if it is missing.
 
     Args:
-        variable: the variable of the XDG Base Directory Specification that has the location.
+        variable: the variable with the location; see the XDG Base Directory Specification.
         default: the location in the user's home if the variable is not set.
-        name: name of a folder inside the project's folder.
+        name: relative path of a folder in LOCATION/hybrid.
 
     Returns:
         The folder; None if it cannot be made, or other users could change its content.
@@ -102,7 +102,7 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Return whether another user owns a folder, or may write to it; a ``safe_mode`` bit permits writing."""
+    """Whether another user owns a folder, or may write to it while the mode bits ``safe_mode`` are unset."""
     status = folder.stat()
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
@@ -134,7 +134,7 @@ def sync(path: Path) -> None:
 
 
 def choose_compile_cache() -> None:
-    """Set the cache folders of torch that the user has not set to private ones in the user's cache folder.
+    """Give torch private cache folders in the user's cache folder, unless the user has set the folders.
 
     If no private folder can be made there, torch and matplotlib get a temporary folder, which is removed when
     this process ends.

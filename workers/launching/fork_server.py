@@ -67,7 +67,7 @@ class ProcessEnd:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the system kill this process when its parent ends, even if this process is frozen."""
+    """Make the system kill this process, even if it is frozen, when its parent, process ``parent``, ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -85,7 +85,7 @@ def name_process(name: str) -> None:
 
 
 def serve(descriptor: int, launcher: int) -> None:
-    """Run the server until the launcher ends; ``descriptor`` is the connection to the launcher."""
+    """Serve the process ``launcher`` over the connection ``descriptor`` until that process ends."""
     end_with_parent(launcher)
     name_process("fork server")
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with these variables, all trainers would use the same GPU
@@ -173,7 +173,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def spawn_server(connection: socket.socket, inherited: Sequence[int]) -> Any:
-    """Start a server in a new interpreter; the server and all roles inherit the descriptors ``inherited``."""
+    """Return the Popen of a new server; the server and all roles inherit the descriptors ``inherited``."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
         f"serve({connection.fileno()}, {os.getpid()})"
@@ -190,11 +190,12 @@ def spawn_server(connection: socket.socket, inherited: Sequence[int]) -> Any:
 class ForkServer:
     """The launcher's side of the server; its ``with`` block ends the server and all roles.
 
-    Every method raises ClusterError if the server has ended; all roles have ended then.
+    If the server has ended, all roles have ended, too. Then every method but :meth:`is_running` raises
+    ClusterError.
 
     Args:
         preload: modules to import before the first start.
-        inherited: see :func:`spawn_server`.
+        inherited: descriptors that the server and all roles inherit.
 
     Attributes:
         is_isolated: whether the server and the roles are in a network namespace.
@@ -217,7 +218,7 @@ class ForkServer:
         self._connection.close()
 
     def is_running(self) -> bool:
-        """Whether the server runs; its processes end with it."""
+        """Return whether the server runs."""
         return self._process.poll() is None
 
     def isolate(self) -> None:
@@ -226,7 +227,7 @@ class ForkServer:
         self.is_isolated = True
 
     def preload(self) -> None:
-        """Import the modules in the server, instead of in the first ``start``; HybridError on failure."""
+        """Import the modules now instead of in the first :meth:`start`; HybridError if an import fails."""
         self._call("preload", self._preload)
 
     def start(
@@ -236,31 +237,31 @@ class ForkServer:
         address: str = "127.0.0.1",
         port: int = 0,
     ) -> dict[str, int]:
-        """Start processes that run ``target(*args, listener, report)``; each ends with an event.
+        """Start processes that run ``target(*args, listener, report)``; :meth:`event` returns their ends.
 
         Args:
             target: a function of a module. All processes share ``listener``, a socket that listens on the
                 address. ``report`` takes one object of less than 64 KiB, which the launcher receives when the
                 process has ended.
-            calls: the arguments of each process, by its name.
-            address, port: see :func:`listen`.
+            calls: the arguments ``args`` of each process, by the name of the process.
+            address, port: where ``listener`` listens; port 0 selects a free port.
 
         Returns:
-            The pids by name.
+            The process ids by name.
 
         Raises:
-            HybridError: see :meth:`preload`, or the server cannot listen on the address.
+            HybridError: a module cannot be imported, or the server cannot listen on the address.
         """
         self.preload()
         self._pids = self._call("start", pickle.dumps((target, calls)), address, port)
         return dict(self._pids)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a process; nothing happens if it has ended."""
+        """Send a signal to the process called ``name``; nothing happens if the process has ended."""
         self._send(("signal", name, number))
 
     def event(self, timeout_seconds: float) -> ProcessEnd | None:
-        """Wait until any process ends, and return its end; None after the timeout."""
+        """Wait until a process ends, and return the event; None if the timeout passes first."""
         if not self._connection.poll(timeout_seconds):
             return None
         message = self._receive()
@@ -268,7 +269,7 @@ class ForkServer:
         return message
 
     def _call(self, *request: object) -> dict[str, int]:
-        """Send a request; return the pids of the reply, or raise its error."""
+        """Send a request; return the process ids in the reply, or raise the error in the reply."""
         self._send(request)
         while self._connection.poll(_REPLY_SECONDS):
             reply = self._receive()
@@ -315,10 +316,10 @@ def is_alive(pid: int) -> bool:
 
 
 def enter_network_namespace() -> None:
-    """Move this process, and those that it forks later, into a network namespace; OSError if not allowed.
+    """Move this process and its future children into a new network namespace that has only loopback.
 
-    Root creates the network namespace directly. Other users create a user namespace, too, and keep their user
-    id. Many systems allow that without privileges. The system requires that the process has no threads yet.
+    OSError if the system forbids it. Root creates the network namespace directly. Other users also create a
+    user namespace, in which they keep their user id. The process must not have started threads yet.
     """
     child = os.fork()  # the child tries first, because a partial success cannot be undone
     if not child:

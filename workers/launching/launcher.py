@@ -47,17 +47,17 @@ _NO_NETWORK_TEXTS = (
 def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     """Run a cluster on this machine; return when the task is done and every process has ended.
 
-    If a role is lost, a training run restarts from its newest checkpoint. So does a script that has called
-    ``cluster.resume``. After an exception of a script, nothing is restarted.
+    If a role fails, a training run restarts from its newest checkpoint. A script restarts only if it has
+    called ``cluster.resume``, and only if the failure is not an exception.
 
     Args:
-        folder: for the roles' logs.
+        folder: the local folder of the run or script; ``folder/logs`` gets the logs of the roles.
         lock: descriptor of the folder's lock, which every role inherits.
 
     Raises:
-        ReportedError: a role failed; the message is the first cause.
-        HybridError: the limit of open files is too low, or the master or the server of metrics cannot listen.
-        Interrupt: the user or the system requested a stop.
+        ReportedError: a role failed, and the cluster is not restarted; the message has the cause.
+        HybridError: the cluster cannot start on this host; the message has the reason.
+        Interrupt: the user or the system requested a stop of a training run.
     """
     allow_open_files(config.cluster)
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 
 
 def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextManager[None]:
-    """Serve the run in ``folder`` for Prometheus, if a port is set; ConfigError if that is impossible."""
+    """Serve metrics of the run in ``folder`` if ``cluster.metrics_port`` is set; ConfigError on failure."""
     if not cluster.metrics_port:
         return nullcontext()
     try:
@@ -107,7 +107,7 @@ def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextMan
 
 @contextmanager
 def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
-    """Start the server that forks the roles; it is in a network namespace if possible, and imports torch."""
+    """Yield a server that forks the roles. It has imported torch, and is in a namespace if allowed."""
     with ForkServer(_PRELOAD, [lock]) as server:
         if uses_namespace(config, run_access.checkpoint_root(folder)):
             try:
@@ -126,7 +126,7 @@ def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Ite
 
 
 def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
-    """Whether a launch with checkpoints in ``folder`` connects to loopback only, so a namespace suffices."""
+    """Whether a network namespace is allowed, and a run with checkpoints in ``folder`` needs no network."""
     section, data = config.cluster, config.data
     initial = config.train.initial, *(table.initial_path for table in config.tables.values())
     side_paths = chain(*(call["path"] for call in data.join_calls))
@@ -138,14 +138,14 @@ def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
 
 
 def namespace_hint(failure: str) -> str:
-    """Return the remedy for a failure in a network namespace, if the namespace caused it."""
+    """Return a remedy if the message ``failure`` is about a missing network, else an empty text."""
     if not any(text in failure for text in _NO_NETWORK_TEXTS):
         return ""
     return '; the processes of launch have no network unless cluster.namespace = "off"'
 
 
 def _run_once(roles: RoleProcesses, task: Task, stop: StopRequest) -> RoleFailure | None:
-    """Start a cluster and wait until all its processes have ended; return the first failure."""
+    """Start a cluster, and end it after its task or its first failure; return this failure, or None."""
     try:
         roles.start(task, Secret.find(roles.config.cluster.secret_file) or Secret.fresh())
     except ClusterError as error:
@@ -159,13 +159,12 @@ def _run_once(roles: RoleProcesses, task: Task, stop: StopRequest) -> RoleFailur
 
 
 def _report(task: Task, line: str) -> None:
-    """Print an event that does not end the launch."""
     _restore_screen()
     print_line(f"hybrid {task.command}: {line}", to_stderr=True)
 
 
 def _restore_screen() -> None:
-    """Clear the line of the cursor, where a killed master may have left its live region; show the cursor."""
+    """Clear the progress display that a killed master may have left in the terminal; show the cursor."""
     console = Console()
     if console.is_terminal:
         console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
@@ -173,7 +172,7 @@ def _restore_screen() -> None:
 
 
 class Restarts:
-    """Decides on restarts and records them. At most ``maximum`` in a row have no new checkpoint between."""
+    """Decides on restarts and records them; ``maximum`` limits the restarts between two checkpoints."""
 
     def __init__(self, folder: Path, maximum: int) -> None:
         self._folder = folder
@@ -183,7 +182,7 @@ class Restarts:
         self._first: RoleFailure | None = None  # failure since the last checkpoint
 
     def plan_restart(self, failure: RoleFailure) -> str:
-        """Record a restart, and return the message about it; ReportedError if the run must end."""
+        """Record a restart, and return a message about it; ReportedError if the run must not restart."""
         before, now = self._at_start, RunState.of(self._folder)
         has_stepped = now.has_stepped_since(before)
         if now.resumed_step > before.resumed_step:

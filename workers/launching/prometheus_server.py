@@ -1,7 +1,7 @@
-"""The server of ``/metrics`` for Prometheus, and of ``/healthz``: it reads the files of a run folder.
+"""A web server of ``/metrics``, for Prometheus, and of ``/healthz``. It reads the files of a run folder.
 
-It runs in the launcher, or in a master that was started by hand. Its thread serves one request after another,
-so a flood of requests cannot exhaust the process. The package prometheus-client must be installed.
+The server runs in the launcher, or in a master that was started by hand. Its thread serves requests one by
+one, so a flood of requests cannot exhaust the process. The package prometheus-client must be installed.
 """
 
 import logging
@@ -67,7 +67,7 @@ class _RunCollector(Collector):
         yield _family("role_memory_bytes", text, ["role"], resident)
 
     def _read(self) -> None:
-        """Read the records that were added since the last call; if the run was resumed, all records."""
+        """Read the records since the last call; all records if a resumed run has replaced the file."""
         with suppress(FileNotFoundError), open_reader(self._folder / METRICS_FILE) as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:
@@ -89,7 +89,7 @@ class _MetricsHandler(WSGIRequestHandler):
     timeout = _REQUEST_SECONDS
 
     def log_message(self, *_: object) -> None:
-        """Log no line for each request."""
+        """Log nothing, because the base class would print a line for each request."""
 
 
 class _MetricsServer(WSGIServer):
@@ -103,7 +103,7 @@ class _MetricsServer(WSGIServer):
 
 @contextmanager
 def serving(listener: socket.socket, folder: Path) -> Iterator[None]:
-    """Serve the state of a run until the end of the block; the listener is closed then."""
+    """Serve metrics of the run in ``folder`` during the block, and close ``listener`` at its end."""
     registry = CollectorRegistry()
     registry.register(_RunCollector(folder))
     ProcessCollector(registry=registry)

@@ -1,6 +1,6 @@
 """The processes of one start of a cluster: their start, supervision, end and failures.
 
-Imports torch only in the processes of roles, or to describe an error.
+This module imports torch only in the processes of roles, or to describe an error.
 """
 
 import logging
@@ -50,14 +50,14 @@ class RoleFailure:
 
     @property
     def order(self) -> tuple[bool, int, float]:
-        """A sort key: killed processes come first, then errors, then consequences of errors."""
+        """A sort key: killed processes, then stopped ones, then errors, then consequences of errors."""
         consequences = {Cause.STOPPED: -1, Cause.ECHO: 1, Cause.SILENT: 2}
         is_killed = self.cause in (Cause.KILLED, Cause.STARVED)
         return not is_killed, consequences.get(self.cause, 0), self.at
 
 
 def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
-    """Return the failure to report to the launcher; it names the log with the traceback, in ``folder``."""
+    """Return the failure that a role reports for ``error``, with the path of the log with the traceback."""
     from hybrid import transport
 
     message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
@@ -69,7 +69,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Return the number of processes that the kernel killed for memory in this group or on this machine."""
+    """Return how many processes of this control group, or else of this machine, were killed for memory."""
     counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
     for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
@@ -134,7 +134,7 @@ class RoleProcesses:
         self._ended_at: float | None = None  # the time of the first failure, or of the master's end
 
     def start(self, task: Task, secret: Secret) -> None:
-        """Start every role; HybridError if the master cannot listen."""
+        """Start every role; HybridError if torch or the server fails, or the master cannot listen."""
         section, calls = self.config.cluster, {}
         for role in section.topology.roles:
             self._processes[str(role)] = RoleProcess(role, log_path(self.folder, role))
@@ -145,7 +145,10 @@ class RoleProcesses:
             _LOG.info("%s runs as process %d", name, pid)
 
     def wait(self) -> RoleFailure | None:
-        """Wait until all roles have ended; return the first failure, or None if none failed."""
+        """Wait for the end of all roles; return the failure to report, or None if no role failed.
+
+        The wait is short after a failure or the end of the master, so some roles may still run afterwards.
+        """
         while self._running:
             left = _WAIT_SECONDS
             if self._ended_at is not None:  # the other roles get some time to end by themselves
@@ -168,7 +171,7 @@ class RoleProcesses:
         self.server.signal(str(MASTER), STOP_REQUEST)
 
     def end(self) -> None:
-        """Kill every process that still runs."""
+        """Kill every process that still runs, and wait some seconds for its end."""
         with suppress(ClusterError):  # the server has ended, and all roles with it
             for process in self._running:
                 self.server.signal(str(process.role), signal.SIGKILL)
@@ -206,7 +209,10 @@ def run_role(
     listener: socket.socket,
     report: Callable[[RoleFailure], object],
 ) -> None:
-    """Run a role in its process; write output to its log, and report a failure to the launcher."""
+    """Run a role in its process; after a failure, ``report`` it to the launcher and end the process.
+
+    The output goes to the role's log, except the standard output of the master (of a script: of trainer 0).
+    """
     if not isinstance(task, TrainTask):  # the server ignores this signal; this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     path, launchers_stderr = log_path(folder, role), os.dup(2)

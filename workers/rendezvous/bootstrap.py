@@ -85,15 +85,16 @@ class JoinedCluster:
 
 
 class RendezvousStore(dist.Store):
-    """A client of the cluster's key-value store, instead of ``TCPStore``, which has no authentication.
+    """A client of the key-value store on the master. It replaces ``TCPStore``, which has no authentication.
 
     Any thread can use the store, from Python and C++. An interrupt ends a wait. Torch keeps only the C++ part
     of this object, so the caller must keep the object as long as torch may use it.
 
-    Every method raises DistNetworkError if the master has ended, and ClusterError if it is frozen. ``get``
-    and ``wait`` raise DistStoreError if a key was not set in time.
+    Every request raises DistNetworkError if the master has ended, and ClusterError if the master is frozen or
+    accepts no connection. ``get`` and ``wait`` raise DistStoreError if a key is not set in time.
 
     Args:
+        connect: opens a connection to the master.
         timeout_seconds: default timeout of ``get`` and ``wait``.
     """
 
@@ -110,7 +111,7 @@ class RendezvousStore(dist.Store):
         self._request("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``, once it exists."""
+        """Wait until ``key`` exists, and return its value."""
         return self._await("get", [key], self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -124,7 +125,10 @@ class RendezvousStore(dist.Store):
         return int(self._request("add", key, str(amount)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or both are empty; return the value afterwards."""
+        """Store ``desired`` if the value is ``expected``; a missing key has the value "". Return the value.
+
+        If the key is still missing, return ``expected``, as torch's stores do.
+        """
         return self._request("compare_set", key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
@@ -177,10 +181,11 @@ def lead(
     listener: socket.socket,
     code_of: Callable[[BaseException], ExitCode] = exit_code,
 ) -> Iterator[JoinedCluster]:
-    """Form a cluster as its master, and leave it at the end; see :func:`join`.
+    """Form a cluster as its master, yield it, and leave it at the end, or after an error.
 
     Args:
-        code_of: returns the exit code of roles for an error that ends the cluster.
+        listener: the socket on which the master listens; closed at the end.
+        code_of: returns the exit code of the roles for an error that ends the cluster.
 
     Raises:
         ClusterError: a role is missing, or was lost.
@@ -223,13 +228,13 @@ def join(
 
     Args:
         address: address of the master, which sends the configuration.
-        settings: settings of this role; see :func:`apply_settings`.
+        settings: ``section.key=value`` texts for this role, which override the master's configuration.
 
     Raises:
         ClusterError: there is no master, it is frozen, the role is already taken, or another role was lost or
             cannot be reached.
-        ConfigError: a setting is not allowed for one role, this host does not have the configured interface,
-            or the master has another secret.
+        ConfigError: a setting is invalid or only for the master, this host does not have the configured
+            interface, or the master has another secret.
         HybridError: the cluster has no such role, the master has other versions, or the limit of open files
             is too low.
         StoppedError: the run or the master has ended; see its exit code.
@@ -275,7 +280,7 @@ def _torch_groups(
     interface: str,
     constructors: Iterable[partial[Any]],
 ) -> Iterator[None]:
-    """Join torch's RPC group and process group together with all roles, and leave them at the end."""
+    """Join torch's RPC group, and as a trainer the process group of DDP; leave both at the end."""
     section, role, store = config.cluster, cluster.role, cluster.store
 
     def start() -> None:
@@ -343,10 +348,10 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
 
     Args:
         interface: network interface on which other roles reach this role.
-        timeout_seconds: timeout of an attempt, at most ten seconds.
+        timeout_seconds: time limit of each connection; a limit above ten seconds counts as ten seconds.
 
     Raises:
-        ClusterError: this role cannot connect to another one.
+        ClusterError: this role cannot connect to another role.
     """
     hosts = json.loads(store.get(_HOSTS))
     if len({network for _, network in hosts.values()}) == 1:
@@ -375,13 +380,13 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
 
 
 def _signal_main_thread(number: int) -> None:
-    """Send a signal to the main thread of the master, after another role received signal ``number``."""
+    """Make the main thread of the master handle the signal ``number`` that another role has received."""
     own = number if number == WARNING else STOP_REQUEST
     signal.pthread_kill(threading.main_thread().ident or 0, own)
 
 
 def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
-    """Stop every role; called by the master."""
+    """Stop every trainer and worker; called by the master. If the message has a reason, await their ends."""
     if not message.reason:
         cluster.store.set(STOP, f"{message.code:d}")
     elif cluster.rendezvous is not None:
@@ -389,16 +394,13 @@ def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
 
 
 def serve(role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()) -> ExitCode:
-    """Serve the master's calls as a trainer or worker until it stops this role; return the exit code."""
+    """Join a cluster, serve the master's calls until the master stops this role, and return the exit code."""
     with join(role, address, secret, settings) as cluster:
         return await_stop(cluster)
 
 
 def await_stop(cluster: JoinedCluster) -> ExitCode:
-    """Serve calls until the master stops this role; return the exit code.
-
-    After a failure, the thread of the heartbeats interrupts this function by a StoppedError.
-    """
+    """Serve calls until the master stops this role; return the exit code. StoppedError if the run fails."""
     while not _is_set_within(cluster.store, STOP, _LONGEST_WAIT):
         pass
     return ExitCode(int(cluster.store.get(STOP)))

@@ -1,10 +1,9 @@
 """Registration of a role, and heartbeats between a role and the master; does not import torch.
 
-A role knows the master's address, the secret and its own name, and registers with them. The response is
-"taken", "rejected" with the reason, "ended" if the run has ended, or "accepted" with the configuration. The
-registration is the first heartbeat, so the master monitors every role from its registration on. A thread of
-the role sends further heartbeats over the same connection. The response to a heartbeat has the failure of the
-run, if there is one.
+A role registers at the master. The response is "taken" if another process has this role, "rejected" with the
+reason, "ended" if the run has ended, or "accepted" with the configuration. The registration is the first
+heartbeat, so the master monitors a role from its registration on. A thread of the role sends further
+heartbeats over the same connection. If the run has failed, the response to a heartbeat contains the reason.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ ALIVE, SIGNALED, LEAVING = b"alive", b"signaled", b"leaving"
 class HeartbeatInterval:
     """The interval of heartbeats (a turn), and the number of heartbeats that may be missing.
 
-    A process is considered frozen if it is silent for several turns in a row. The observer waits for each
-    turn separately. So if the observer was itself stopped for a long time, this counts as one silent turn.
+    A process is considered frozen if it is silent for ``turns`` turns in a row. The receiver of heartbeats
+    waits for each turn separately. So if the receiver itself was stopped, this counts as one silent turn.
     """
 
     timeout_seconds: float  # silence after which a process is considered frozen
 
     @property
     def turns(self) -> int:
-        """The number of turns in the timeout; a turn takes at most one second."""
+        """The number of turns in the timeout: at least five. A turn takes at most one second."""
         return max(_FEWEST_TURNS, math.ceil(self.timeout_seconds))
 
     @property
@@ -58,14 +57,14 @@ class HeartbeatInterval:
         return self.timeout_seconds / self.turns
 
     def describe_silence(self, name: str, is_local: bool) -> str:
-        """Return the message for a silent process; ``is_local`` means that it is on this host."""
+        """Return an error message about a silent process; ``is_local``: whether it is on this host."""
         state = "frozen" if is_local else "frozen or unreachable"
         timeout = f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
         return f"{name} is {state}: no heartbeat for {timeout}"
 
 
 def own_versions() -> str:
-    """Return the versions that must be equal on all roles; torch's build for a device may differ."""
+    """Return the versions that must be equal on all roles; torch's build, such as "+cpu", is left out."""
     torch, _, _ = metadata.version("torch").partition("+")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"hybrid-parallel {__version__}, torch {torch}, Python {python}"
@@ -95,13 +94,13 @@ class Registration:
 
 
 def register(channel: Channel, registration: Registration) -> str:
-    """Register a role over the connection for its heartbeats; return the run's configuration as TOML.
+    """Register a role at the master; return the run's configuration as TOML.
 
-    The role must send heartbeats from now on.
+    The role must send heartbeats over ``channel`` from now on.
 
     Raises:
         ClusterError: the role is registered already, or the master is frozen.
-        HybridError: the cluster has no such role, or other versions.
+        HybridError: the cluster has no such role, or the master has other versions.
         StoppedError: the run or the master has ended.
     """
     try:
@@ -123,7 +122,8 @@ class HeartbeatSender:
 
     Args:
         channel: the connection over which the role has registered; closed at the end.
-        on_failure: called once if the master has ended or is frozen, or if the run or this thread has failed.
+        on_failure: called by the sender's thread if the master has ended or is frozen, or if the run or the
+            thread has failed.
     """
 
     def __init__(self, channel: Channel, on_failure: Callable[[ClusterError], None]) -> None:
@@ -146,7 +146,7 @@ class HeartbeatSender:
         self._thread.join(_LEAVE_SECONDS)
 
     def forward_signal(self, number: int) -> None:
-        """Report to the master that this role received a signal to stop; called by the signal's handler."""
+        """Report to the master that this role has received signal ``number``, which requests a stop."""
         self._signals.put(number)
 
     def _report(self, error: BaseException) -> None:

@@ -36,8 +36,8 @@ class Interrupter:
     """Raises an error in the main thread; if the main thread does not react, ends the process.
 
     A call into torch that waits for a frozen role does not handle signals. So if Python does not exit within
-    ``seconds`` after an error, the process prints the error and ends. If Python exits in time, the process
-    ends without waiting for threads of torch. Another interrupter, for the next cluster, cancels both.
+    ``seconds`` after an error, a timer prints the error and ends the process. If Python exits in time, the
+    process ends without waiting for threads of torch. An interrupter of the next cluster cancels both.
     """
 
     name: str  # name of the process in the message
@@ -53,7 +53,7 @@ class Interrupter:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Allow interrupts during a ``with`` block of the main thread."""
+        """Allow interrupts in a block of the main thread; an error that leaves the block starts the timer."""
         atexit.unregister(end_now)
         signal.signal(_SIGNAL, self._raise)
         self._is_enabled = True
@@ -71,7 +71,7 @@ class Interrupter:
             self._timer.cancel()
 
     def interrupt(self, error: HybridError) -> None:
-        """Raise ``error`` in the main thread; called by another thread. Later errors have no effect."""
+        """Raise ``error`` in the main thread; called by another thread. Only the first call has an effect."""
         with self._lock:
             if not self._is_enabled or self._error is not None:
                 return
@@ -100,7 +100,7 @@ class Interrupter:
 
 
 def run_interruptibly(function: Callable[[], object]) -> None:
-    """Run a function that may wait in torch in another thread, so that the main thread can be interrupted."""
+    """Run ``function`` in a new thread, and raise its errors; so a wait in torch blocks no interrupt."""
     result: Future[object] = Future()
 
     def run() -> None:
@@ -114,12 +114,12 @@ def run_interruptibly(function: Callable[[], object]) -> None:
 
 
 def describe_final_error(error: BaseException) -> str:
-    """Return the line that a process reports about the error that ends it."""
+    """Return one line about the error that ends this process; "interrupted" for a KeyboardInterrupt."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else shorten(first_line(error))
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process immediately, even if its threads wait."""
+    """End this process with exit code ``code``; wait for no thread, and call no exit handlers."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a full disk, or a closed pipe
             stream.flush()

@@ -54,8 +54,8 @@ class RendezvousServer:
     Args:
         listener: a listening socket; closed at the end.
         config: configuration of the run; sent to each role that registers.
-        on_failure: called with an error if a role is lost or has other versions.
-        on_signal: called with the number of a signal to stop that a role received.
+        on_failure: called with an error if a role is lost or has other versions, or if this server fails.
+        on_signal: called with the number of a stop signal that a role has received.
         end_reason: why the run has ended, for roles that register later; empty if the run has not ended.
     """
 
@@ -98,15 +98,15 @@ class RendezvousServer:
         self._thread.join(_END_SECONDS)
 
     def stop(self, message: StopMessage, wait_seconds: float) -> None:
-        """Send a message to every role, unless another was sent; wait until all roles have left.
+        """Send a message to every role, unless an earlier message was sent; wait until all roles have left.
 
-        A role receives the message in the response to its next heartbeat. The wait has a time limit.
+        A role receives the message as the response to its next heartbeat. ``wait_seconds`` limits the wait.
         """
         self._call_soon(self._stop, message)
         self.await_departures(wait_seconds)
 
     def await_members(self, timeout_seconds: float) -> dict[Role, Registration]:
-        """Return the registration of every other role; ClusterError if one is missing after the timeout."""
+        """Wait for the registrations of all trainers and workers; ClusterError if the timeout is exceeded."""
         deadline = time.monotonic() + timeout_seconds
         while missing := [role for role in self._topology.roles[1:] if role not in self._members]:
             if time.monotonic() > deadline:
@@ -148,8 +148,8 @@ class RendezvousServer:
     async def _accept_all(self) -> None:
         """Accept connections one by one.
 
-        An asyncio server accepts all pending connections at once. In a flood, it would close a connection
-        before it has read anything from it.
+        An asyncio server accepts all pending connections at once. In a flood, the oldest of them would be
+        closed before anything is read from them.
         """
         self._listener.setblocking(False)
         tasks: set[asyncio.Task[None]] = set()
@@ -195,7 +195,7 @@ class RendezvousServer:
             writer.close()
 
     async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the cipher of a peer that has the secret; close other connections, and return None.
+        """Return the connection's cipher; if the peer does not have the secret, close it, and return None.
 
         The number of unauthenticated peers, their time and their memory are limited.
         """
@@ -288,9 +288,9 @@ class RendezvousServer:
 
 
 def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
-    """Stop the restarted roles of a run that has ended; return once all of these roles have registered.
+    """Send ``reason`` to trainers and workers that were restarted although the run has ended.
 
-    A role that does not register within ``cluster.start_timeout_seconds`` is considered not restarted.
+    Return when all of them have registered, at the latest after ``cluster.start_timeout_seconds``.
     """
     address, port = config.cluster.master_endpoint
     with listen(address, port or DEFAULT_PORT) as listener:
@@ -326,7 +326,7 @@ class KeyValues:
         self._changed = asyncio.Event()
 
     async def serve(self, channel: MasterChannel) -> None:
-        """Respond to a role's requests until it closes the connection; OSError or EOFError then."""
+        """Respond to a role's requests; OSError or EOFError when the role closes the connection."""
         while True:
             operation, *arguments = await channel.receive()
             try:

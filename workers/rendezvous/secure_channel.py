@@ -51,10 +51,10 @@ class ChannelError(ConnectionError):
 
 
 class FrameCipher:
-    """Encrypts the frames that one side of a connection sends, and decrypts those that it receives.
+    """Encrypts the frames that one side of a connection sends, and decrypts the frames that it receives.
 
     Args:
-        public_keys: public key of the master, then that of the role.
+        public_keys: the public key of the master, followed by the public key of the role.
         agreed: result of the key exchange.
         side: the side that sends with this cipher.
     """
@@ -67,7 +67,7 @@ class FrameCipher:
         )
 
     def seal(self, fields: Sequence[bytes]) -> bytes:
-        """Return the encrypted frame of a message."""
+        """Return the encrypted frame of a message; ValueError if the message exceeds 1 MiB."""
         body = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
         if len(body) > LARGEST_FRAME:
             raise ValueError(f"a message has {len(body)} bytes; at most {LARGEST_FRAME} can be sent")
@@ -75,7 +75,7 @@ class FrameCipher:
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Return the message of a frame without its header; ChannelError if it is not the next frame."""
+        """Return the fields of a frame without its header; ChannelError if it is not the next frame."""
         try:
             body = self._receiving.open(sealed)
         except RejectionError as error:
@@ -104,7 +104,7 @@ class KeyPair:
         self.public = self._private.public_key().public_bytes_raw()
 
     def agree(self, public: bytes) -> bytes:
-        """Return the result of the exchange with the other side's public key."""
+        """Return the result of the exchange with the other side's public key; ChannelError if invalid."""
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:  # a point of small order, with which every exchange results in zeros
@@ -116,16 +116,15 @@ def _proof(secret: Secret, side: Side, public_keys: bytes) -> bytes:
 
 
 class Channel:
-    """A role's side of a connection; for one thread at a time.
+    """A role's side of a connection to the master; for one thread at a time.
 
     Args:
         interval: limits how long the master may be silent while a response is due.
 
     Raises:
-        OSError: no process listens there.
+        OSError: no process listens at the address, or the connection is broken.
         ConfigError: the master has another secret.
-        ClusterError: another program listens there, or no data arrive, because the master is frozen or
-            unreachable.
+        ClusterError: another program or version listens at the address, or the master is frozen.
     """
 
     def __init__(self, address: str, port: int, secret: Secret, interval: HeartbeatInterval) -> None:
@@ -156,7 +155,7 @@ class Channel:
             raise
 
     def send(self, *fields: bytes) -> None:
-        """Send a message; for errors, see :meth:`receive`."""
+        """Send a message; ClusterError if the master is frozen, OSError if the connection is broken."""
         frame = self._cipher.seal(fields)
         self._socket.settimeout(self.interval.timeout_seconds)
         try:
@@ -207,7 +206,10 @@ class Channel:
 def connect(
     address: MasterAddress, secret: Secret, interval: HeartbeatInterval, timeout_seconds: float
 ) -> Channel:
-    """Connect to the master, and retry until it listens; for errors, see :class:`Channel`."""
+    """Connect to the master, and retry until it listens; ClusterError after the timeout.
+
+    ConfigError if the master has another secret, ClusterError if it is frozen or has another version.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -242,13 +244,13 @@ class MasterChannel:
 
 
 async def authenticate(connection: socket.socket, secret: Secret) -> FrameCipher:
-    """Perform the handshake with a peer that has connected to the master.
+    """Perform the handshake with a peer that has connected to the master; return the connection's cipher.
 
     Args:
         connection: a socket in non-blocking mode.
 
     Raises:
-        ChannelError: the peer does not have the secret; the peer gets a rejection.
+        ChannelError: the peer does not have the secret, or sent an invalid key.
         OSError, EOFError: the connection is broken.
     """
     loop, own = asyncio.get_running_loop(), KeyPair()

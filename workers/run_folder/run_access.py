@@ -2,8 +2,7 @@
 
 A store cannot append to a file. So a run in a store keeps logs, metrics.jsonl and other files in a private
 folder of this machine, and uploads them before each checkpoint and at the end. The file ``.store`` in this
-folder has the URL of the run. Checkpoints are written to the store directly. This module does not import
-torch.
+folder has the URL of the run. Checkpoints are written to the store directly. Does not import torch.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the 
 
 
 def run_path(config: RunConfig) -> StoragePath:
-    """Return the folder of a new run: run.folder, or runs/NAME-TIME."""
+    """Return a path for a new run, and create nothing: ``run.folder``, or an unused runs/NAME-TIME."""
     if config.run.folder:
         return parse_path(config.run.folder)
     first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -73,7 +72,7 @@ def refuse_existing(path: StoragePath) -> None:
 
 
 def log_path(run: Path, role: Role) -> Path:
-    """Return the path of the log of a role that the launcher has started."""
+    """Return the path of a role's log in the folder ``run``, for roles that the launcher has started."""
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"
 
 
@@ -82,7 +81,7 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
     """Convert an OSError in this block to a HybridError, which says that ``path`` cannot be written.
 
     Args:
-        remedy: advice for the user, besides freeing space.
+        remedy: what the user can do instead of freeing space, as an imperative.
     """
     try:
         yield
@@ -97,7 +96,7 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
 def scratch_logs(prefix: str) -> Iterator[Path]:
     """Yield a temporary folder for logs; remove it at the end, unless a HybridError names the folder.
 
-    Folders of earlier commands that were killed are removed, too.
+    Also remove the folders with this prefix that killed commands have left.
     """
     _remove_stale_logs(prefix)
     with run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder"):
@@ -132,10 +131,10 @@ def command_name() -> str:
 
 
 def checkpoint_root(folder: Path) -> StoragePath:
-    """Return the folder of the run's checkpoints: the URL in its file ``.store``, or the local folder itself.
+    """Return the folder of a run's checkpoints: the URL in its file ``.store``, or the local folder itself.
 
     Raises:
-        HybridError: the folder has a ``.store``, but is not the private folder that belongs to that URL.
+        HybridError: the file ``.store`` is unreadable, or ``folder`` is not the private folder for its URL.
     """
     path = folder / _STORE_FILE
     if not os.path.lexists(path):
@@ -152,13 +151,13 @@ def checkpoint_root(folder: Path) -> StoragePath:
 
 
 def record_script_folder(scratch: Path, folder: StoragePath) -> None:
-    """Record, in a script's scratch folder, the folder from whose checkpoints the script resumes."""
+    """Write the folder of a script's checkpoints into ``scratch``, the temporary folder of ``hybrid run``."""
     with run_write_errors(scratch, "set TMPDIR to another folder"):
         files.write_bytes(scratch / _RESUME_FILE, str(folder).encode())
 
 
 def script_folder(scratch: Path) -> StoragePath | None:
-    """Return the folder from whose checkpoints a script resumes; None if it has recorded no folder."""
+    """Return the folder of a script's checkpoints, recorded in ``scratch``; None if there is no record."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
     return parse_path(files.read_text(path)) if path.is_file() and not is_run else None
@@ -166,16 +165,16 @@ def script_folder(scratch: Path) -> StoragePath | None:
 
 @contextmanager
 def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
-    """Lock the local folder of a run; upload the files of a run in a store at the end.
+    """Lock the local folder of a run; if the run is in a store, upload the folder's files at the end.
 
-    The files of a resumed run are fetched from the store first: another machine may have written them.
+    The files of a resumed run are first fetched from the store, since another machine may have written them.
 
     Yields:
-        The local folder, and the descriptor of its lock; see :func:`folder_lock`.
+        The local folder, and the descriptor of its lock, which roles inherit.
 
     Raises:
         ConfigError: another run holds the lock, or the folder cannot be created.
-        HybridError: a folder in it is a symbolic link.
+        HybridError: the folder ``logs`` or ``profile`` is a symbolic link, or a file cannot be written.
         StorageError: the store rejects a request.
     """
     if not isinstance(run, RemotePath):
@@ -215,7 +214,7 @@ def _local_folder(run: RemotePath) -> Path:
 
 
 def upload(folder: Path) -> None:
-    """Upload the files of a run in a store that may have changed since the last upload."""
+    """If the run is in a store, upload the files in ``folder`` that may have changed since the last call."""
     store = checkpoint_root(folder)
     if not isinstance(store, RemotePath):
         return
@@ -243,7 +242,7 @@ class RunState:
 
     @classmethod
     def of(cls, folder: Path) -> RunState:
-        """Return the state of a run folder. The folder may be empty or missing."""
+        """Return the state of the run in a local folder, which may be empty or missing."""
         log = folder / METRICS_FILE
         records = read_records(log)
         logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
@@ -264,7 +263,7 @@ def describe_saved_state(folder: Path, command: str) -> str:
     """Describe what a stopped run has saved and lost, and how to resume it.
 
     Args:
-        command: launch or master, which take ``--resume``; run; or SWEEP.
+        command: the command that was stopped: "launch", "master", "run" or SWEEP.
     """
     state = RunState.of(folder)
     lost = state.logged_step - state.resumed_step
@@ -280,7 +279,7 @@ def describe_saved_state(folder: Path, command: str) -> str:
 
 
 def newest_step(folder: StoragePath) -> int | None:
-    """Return the step of a run's newest checkpoint, from its name; None if there is none."""
+    """Return the step of the newest checkpoint in the folder of a run; None if there is no checkpoint."""
     return next(map(checkpoint_folders.parse_step, checkpoint_folders.list_checkpoints(folder)), None)
 
 
@@ -290,11 +289,11 @@ def read_restarts(folder: Path) -> list[dict[str, Any]]:
 
 
 def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
-    """Return the configuration of a run to resume, with overrides.
+    """Return the configuration of a run to resume, with overrides (``section.key=value``).
 
     Raises:
-        ConfigError: there is no run; the user has not signed values of the run; or an override changes the
-            model or the data.
+        ConfigError: there is no run; an override changes the model or the data; or, unless ``trust_code``, a
+            value needs this user's signature and has none.
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "contains no run", str(run))
@@ -319,7 +318,7 @@ def check_same_model(run: StoragePath, config: RunConfig) -> None:
 
 
 def newest_run(config: RunConfig) -> StoragePath | None:
-    """Return run.folder, or the newest run of this name; None if there is no run."""
+    """Return ``run.folder``, or without it the newest run called ``run.name``; None if there is no run."""
     folder = config.run.folder
     if folder:
         return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
@@ -334,7 +333,7 @@ def newest_run(config: RunConfig) -> StoragePath | None:
 
 
 def is_finished(run: StoragePath, config: RunConfig) -> bool:
-    """Return whether a run has finished, and ``config`` has the same limits of its length."""
+    """Return whether a run has finished, and ``config`` does not change the limits of its length."""
     if not files.exists(run / RESULT_FILE):
         return False
     before, now = load_config(run / CONFIG_FILE, is_stored=True).train, config.train

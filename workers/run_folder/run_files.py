@@ -33,7 +33,7 @@ _STOP_SECONDS = 20.0  # time limit of the last calls of loggers, if a stop is re
 
 
 class RunFolder:
-    """The files of one run; call ``create`` or ``reopen``, then ``close``, or use it in a ``with`` block.
+    """The files of one run, opened by ``create`` or ``reopen``, and closed by ``close`` or a ``with`` block.
 
     Every method raises HybridError with the path of the file if a file cannot be written.
 
@@ -61,7 +61,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, loggers: RunLoggers | None = None) -> RunFolder:
-        """Make the folder of a new run; ConfigError if ``path`` contains a run already."""
+        """Make the folder of a new run; ConfigError if ``path`` contains a run already, or is a file."""
         run_access.refuse_existing(path)
         with run_write_errors(path):
             files.remove(path / "versions.json")  # reopen would keep it, even if it is a link
@@ -77,13 +77,13 @@ class RunFolder:
         unit: str = "",
         loggers: RunLoggers | None = None,
     ) -> RunFolder:
-        """Open the folder of a run that resumes after ``step``; later records are dropped.
+        """Open the folder of a run that resumes after ``step``; drop the result and records of later steps.
 
         The folder may be empty or missing, if the run was killed early.
 
         Args:
-            is_evaluated: whether the evaluation after ``step`` was done, or none is due.
-            unit: the unit of a stream that the run continues to read from ``step`` on.
+            is_evaluated: whether no evaluation at ``step`` is due; else an earlier record of it is dropped.
+            unit: the unit of a stream in which the run resumes; a record of its end at ``step`` is dropped.
         """
         with run_write_errors(path):
             make_folder(path)
@@ -122,17 +122,17 @@ class RunFolder:
         self._loggers.log(progress.step, {f"time_share/{phase}": value for phase, value in fractions})
 
     def log(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
-        """Append a record of ``step``.
+        """Append a record of ``step`` to metrics.jsonl, and pass ``numbers`` to the loggers.
 
         Args:
-            kind: "train"; the split of an evaluation; "unit" of a stream; "checkpoint", "delta" or "unknown".
+            kind: "train", "checkpoint", "delta", "unknown", "unit" (of a stream), or an evaluated split.
         """
         with run_write_errors(self._metrics_path):
             self._metrics.append(kind, step, numbers, **more)
         self._loggers.log(step, {f"{kind}/{name}": value for name, value in numbers.items()})
 
     def sync(self) -> None:
-        """Flush the log to the disk; upload the files of a run in a store."""
+        """Flush metrics.jsonl to the disk; if the run is in a store, upload its files."""
         with run_write_errors(self._metrics_path):
             self._metrics.sync()
         run_access.upload(self.path)
@@ -145,17 +145,17 @@ class RunFolder:
         return folder
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the report and the result."""
+        """Write report.html and result.json, and pass the result to the loggers."""
         self.write_report(result)
         _write_text(self.path / RESULT_FILE, json_text(result))
         self._loggers.finish(replace_non_finite(result))
 
     def write_report(self, result: Mapping[str, Any]) -> None:
-        """Write the page of the run; ``result`` of a stopped run has its tables only."""
+        """Write report.html. For a stopped run, ``result`` contains only the tables."""
         _write_text(self.report, report_page([read_run(self.path, result)]))
 
     def close(self, seconds: float = FAILED_SECONDS) -> None:
-        """Close the files, and wait some time for the loggers."""
+        """Close the files, and wait at most ``seconds`` for the loggers."""
         try:
             with run_write_errors(self._metrics_path):
                 self._metrics.close()
@@ -164,7 +164,7 @@ class RunFolder:
 
 
 def read_run(folder: Path, result: Mapping[str, Any] | None = None) -> ReportedRun:
-    """Read what a report shows of a run.
+    """Read the content of a report from the folder of a run.
 
     Args:
         result: the result to show; None for the content of result.json, which only a finished run has.

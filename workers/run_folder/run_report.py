@@ -38,7 +38,7 @@ _STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 class ReportedRun(NamedTuple):
-    """What a report shows of a run."""
+    """The content of a report on one run."""
 
     name: str
     config: RunConfig
@@ -61,7 +61,6 @@ def report_page(runs: Sequence[ReportedRun]) -> str:
 
 
 def _comparison(runs: Sequence[ReportedRun]) -> str:
-    """Return the results of runs side by side, and the keys of the configuration that differ."""
     names = [run.name for run in runs]
     results = [dict(_flat(_numbers(run.result))) for run in runs]
     keys = [dict(_flat(tomllib.loads(to_toml(run.config)), ".", str)) for run in runs]
@@ -81,7 +80,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 def print_means(
     config: RunConfig, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float | None]]:
-    """Print and return "mean" and "deviation" of each test metric over ``results``; None if undefined."""
+    """Print and return mean and deviation of each test metric; both are None unless all results have it."""
     means: dict[str, dict[str, float | None]] = {}
     print_line("")
     names = [name for name in shown_metrics(config.all_tasks) if any(name in each for each in results)]
@@ -96,7 +95,6 @@ def print_means(
 
 
 def _mean_and_deviation(values: Sequence[Any]) -> tuple[float, float] | None:
-    """Return mean and standard deviation; None unless all values are numbers."""
     if not all(type(value) in (int, float) for value in values):
         return None
     return statistics.fmean(values), statistics.stdev(values)
@@ -166,7 +164,7 @@ def _flat(
     title_of: Callable[[str], str] = metric_title,
     before: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the title and the value of each known number or key."""
+    """Yield title and value of each entry but None; ``between`` joins the titles of nested mappings."""
     for name, value in values.items():
         title = before + title_of(name)
         if isinstance(value, Mapping):
@@ -180,7 +178,6 @@ def _date(record: Mapping[str, Any]) -> str:
 
 
 def _curves(config: RunConfig, records: Sequence[Record], number: int) -> Iterator[tuple[str, str]]:
-    """Yield title and SVG of each plot over the steps: loss, main metric, throughput, phases of a step."""
     train, *unseen = by_kind = [
         (kind, [each for each in records if each["kind"] == kind]) for kind in (*SPLITS, "unit")
     ]
@@ -202,11 +199,7 @@ def _curves(config: RunConfig, records: Sequence[Record], number: int) -> Iterat
 
 
 def _svg(draw: Callable[[Axes], None], salt: str) -> str:
-    """Return a plot for inline use, in the colors of the page.
-
-    Args:
-        salt: unique text, for unique ids in the page.
-    """
+    """Return a plot in the colors of the page; its ids contain a hash of ``salt``, which must be unique."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -231,7 +224,7 @@ def _svg(draw: Callable[[Axes], None], salt: str) -> str:
 
 
 def _draw_lines(lines: Sequence[tuple[str, Sequence[Record], str]], axes: Axes) -> None:
-    """Draw one line per label: a number in the records over the steps, with gaps for unknown values."""
+    """Plot the number ``key`` of the records over the steps, for each (label, records, key) in ``lines``."""
     for label, records, key in lines:
         if key and records:
             values = [math.nan if (value := record.get(key)) is None else value for record in records]

@@ -1,4 +1,4 @@
-"""The profile of recorded steps: a trace and a table of the spans of all roles.
+"""The profile of recorded steps: a trace and a table of the spans (timed operations) of all roles.
 
 ========== ===================================================================================
 trace.json all spans in Chrome's trace event format, for ui.perfetto.dev or chrome://tracing
@@ -29,9 +29,9 @@ class Profile:
         spans: by role, from :meth:`StepClock.take_spans`.
 
     Attributes:
-        step_seconds: mean duration of a trainer's step.
+        step_seconds: mean duration of a trainer's step; 0 without steps.
         steps: the recorded steps, ascending.
-        spans: the spans of these steps by role, by start; an enclosing span comes before the enclosed ones.
+        spans: the spans of these steps by role, sorted by start. A span precedes the spans that it encloses.
     """
 
     def __init__(self, spans: Mapping[Role, Sequence[Span]]) -> None:
@@ -84,7 +84,7 @@ class Profile:
             write_bytes(folder / name, text.encode())
 
     def _rows(self, spans: Sequence[Span]) -> Iterator[str]:
-        """Yield the table of one role, in order of first occurrence; nested spans follow their parent."""
+        """Yield the lines of a role's table by first occurrence; nested spans follow their parent."""
         by_path: dict[SpanPath, list[Span]] = defaultdict(list)
         for path, span in _paths(spans):
             by_path[path].append(span)
