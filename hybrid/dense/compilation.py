@@ -1,4 +1,4 @@
-"""Compilation of stages by ``torch.compile``."""
+"""Compilation of the stages of a dense net by ``torch.compile``."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,20 +14,19 @@ _LOCATION = re.compile(r'File "(.+)", line (\d+)')
 
 
 def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Module:
-    """Return a compiled module with the parameters and buffers of ``module``.
+    """Return a compiled module with the parameters and buffers of ``module``; their names get a prefix.
 
-    The names of parameters get a prefix. The result has run forward and backward once, since torch compiles
-    at the first call. Compile before DDP wraps the module: around DDP, ``torch.compile`` captures nothing
-    under distributed autograd.
+    torch compiles at the first call, so this function runs the result forward and backward once. Compile
+    before DDP wraps the module: around DDP, ``torch.compile`` captures nothing under distributed autograd.
 
     Args:
         module: its inputs, and its only output, are tensors with one row per sample.
         how: one of :data:`hybrid.config.sections.COMPILERS`.
-        example: inputs as in training, of two samples or more; inputs that get a gradient must require one.
-            The result takes other numbers of samples too, also none.
+        example: inputs of two samples or more, which require gradients where inputs in training do. The
+            result accepts any number of samples.
 
     Raises:
-        ConfigError: ``module`` cannot be compiled in this way.
+        ConfigError: ``how`` cannot compile ``module``, or the call with ``example`` fails.
     """
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in example]
     for tensor in inputs:
@@ -51,9 +50,9 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
 
 @contextmanager
 def restore_afterwards(module: nn.Module, example: Sequence[Tensor]) -> Iterator[None]:
-    """Restore buffers and modes of ``module``, and torch's generators, at the end of the block.
+    """Restore the buffers and training modes of ``module`` at the end of the block.
 
-    Generators are those of the CPU and of the GPUs of ``example``.
+    Also restore torch's random generators of the CPU, and of the GPUs on which ``example`` has tensors.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     modes = [(each, each.training) for each in module.modules()]
@@ -69,7 +68,6 @@ def restore_afterwards(module: nn.Module, example: Sequence[Tensor]) -> Iterator
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason on one line, with the location in user code if torch reports it."""
     from torch._inductor.exc import InvalidCxxCompiler  # takes a second to import
 
     if isinstance(error.__context__, InvalidCxxCompiler):

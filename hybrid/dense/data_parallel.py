@@ -1,4 +1,4 @@
-"""Data parallelism on several devices of one process, as in ``torch.nn.parallel``, but also for CPUs.
+"""Data parallelism on several devices of one process, as in ``torch.nn.parallel``, but also on CPUs.
 
 A call of :class:`DataParallel`::
 
@@ -7,8 +7,8 @@ A call of :class:`DataParallel`::
     module ── replicate ─► a replica for each device ─┘
 
 ``torch.nn.parallel`` supports accelerators only. Here a list of devices may mix CUDA devices and CPUs, and
-contain a device twice. All functions are twice differentiable. Named tuples and subclasses of dict keep
-their types. The engine wraps the stages of a net in :class:`DataParallel`; users may do the same.
+contain a device twice. Results can be differentiated twice. Named tuples and subclasses of dict keep their
+types. The engine wraps the stages of a net in :class:`DataParallel`; users may do the same.
 """
 
 import copy
@@ -32,13 +32,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def resolve_device(device: Device) -> torch.device:
-    """Return the device, with an index if it is a CUDA device.
+    """Return a device as a ``torch.device``. A CUDA device has an index in the result.
 
     Args:
-        device: ``cuda`` is the current CUDA device, an integer the CUDA device of this index, -1 the CPU.
+        device: "cuda" means the current CUDA device, an integer a CUDA device by its index, and -1 the CPU.
 
     Raises:
-        ValueError: it is a CUDA device that this machine does not have.
+        ValueError: this machine does not have this CUDA device.
+        RuntimeError: torch knows no such device.
     """
     if isinstance(device, int):
         device = "cpu" if device == -1 else f"cuda:{device}"
@@ -54,15 +55,16 @@ def resolve_device(device: Device) -> torch.device:
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     """Split each tensor of ``inputs`` along ``dim`` into chunks of almost equal size, one per device.
 
-    There may be fewer chunks than devices, as with ``torch.chunk``; without samples there is one. Other
+    There may be fewer chunks than devices, as with ``torch.chunk``; an empty tensor is one chunk. Other
     values and empty containers go to each device unchanged.
 
     Returns:
-        The inputs of each device. A chunk that stays on its device is a view, which must not be changed in
-        place.
+        The inputs for each device that gets a chunk; for all devices if there are no tensors. Do not change
+        chunks in place: a chunk is a view of its tensor if both are on the same device.
 
     Raises:
         ValueError: the tensors have different numbers of chunks, or this machine does not have a device.
+        IndexError: a tensor does not have the dimension ``dim``.
     """
     targets = [resolve_device(device) for device in devices]
     tensors = list(_tensors(inputs))
@@ -74,7 +76,6 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
 
 
 def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """Return ``inputs`` for each device; there are as many devices as chunks."""
     if isinstance(inputs, Tensor):
         chunks = inputs.chunk(len(devices), dim)
         return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
@@ -86,18 +87,18 @@ def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Concatenate the outputs of several devices along ``dim``, on one device.
+    """Concatenate the outputs of several devices along ``dim``, on ``device``.
 
-    Scalars become a vector. None stays None.
+    With ``dim`` 0, scalars become a vector. None stays None.
 
     Args:
-        outputs: one per device, of the same structure.
+        outputs: one per device: tensors, None, or containers of these. All have the same structure.
 
     Raises:
         ValueError: dicts differ in their number of keys, sequences differ in their length, or this machine
-            does not have the device.
+            does not have ``device``.
         KeyError: dicts have different keys.
-        TypeError: something is neither a tensor, nor None, nor a container of them.
+        TypeError: an output has another type.
     """
     first = outputs[0]
     if first is None:
@@ -117,7 +118,6 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in any nesting of dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -126,7 +126,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _rebuild(container: Any, values: Sequence[Any]) -> Any:
-    """Return a container of the same type, and for dicts with the same keys, that holds ``values``."""
     if isinstance(container, dict):
         rebuilt = copy.copy(container)  # a defaultdict cannot be created from pairs
         rebuilt.update(zip(container, values, strict=True))
@@ -148,13 +147,13 @@ def parallel_apply(
     Args:
         inputs: for each module, a list or tuple of positional arguments, or a single argument.
         kwargs_tup: for each module, its keyword arguments.
-        devices: the device of each module. By default it is the device of the first tensor among the inputs,
-            or without tensors the current CUDA device, or the CPU.
+        devices: the device of each module. By default, it is the device of the first tensor in the module's
+            inputs. For inputs without tensors, it is the current CUDA device, or the CPU if there is none.
 
     Raises:
         ValueError: the sequences differ in length, or this machine does not have a device.
-        Exception: the exception of the first failing module, with its traceback in the message, after all
-            calls have ended; a RuntimeError if its type cannot be constructed from a message.
+        Exception: the exception of the first module that failed, after all calls have ended. The message has
+            the traceback. It is a RuntimeError if its type cannot be constructed from a message.
     """
     if kwargs_tup is None:
         kwargs_tup = [{} for _ in modules]
@@ -174,7 +173,6 @@ def parallel_apply(
 
 
 def _thread_settings(device: torch.device) -> list[AbstractContextManager[object]]:
-    """Return context managers that give another thread the settings of this one, for ``device``."""
     settings: list[AbstractContextManager[object]] = [
         torch.inference_mode(torch.is_inference_mode_enabled()),
         torch.set_grad_enabled(torch.is_grad_enabled()),
@@ -212,15 +210,15 @@ def _call(
 
 
 def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
-    """Create a replica of ``module`` for each device; see :func:`shadow`.
+    """Create a replica of ``module`` for each device by :func:`shadow`.
 
-    Replica 0 shares the memory of parameters and buffers that are on its device, so that its in-place changes
-    reach ``module``. Everything else is copied. Gradients of the replicas are summed in the order of
-    ``devices``. A backward pass that reaches any parameter gives the others zero gradients.
+    Replica 0 shares the parameters and buffers that are on its device with ``module``, so in-place changes
+    reach ``module``. All other parameters and buffers are copies. The backward pass adds up the gradients of
+    replicas in the order of ``devices``. If it reaches any parameter, unused parameters get zero gradients.
 
     Args:
         devices: may be empty, and may contain a device twice.
-        detach: whether to detach the replicas from ``module`` for autograd.
+        detach: whether no gradients flow from the replicas to ``module``.
 
     Raises:
         RuntimeError: a parameter has no shape yet, or :func:`shadow` does not support the module.
@@ -246,19 +244,19 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
 
 
 def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
-    """Return a replica of ``module`` over other tensors, with the same structure, code, settings and hooks.
+    """Return a replica of ``module`` that computes with other tensors.
 
-    A substitute of a parameter may be the result of a computation. It is a plain attribute of an eager
-    replica, which lists no parameter of that name. Several threads may call this at once, since ``module`` is
-    only read.
+    Structure, code, settings and hooks are the same. A substitute may be the result of a computation, so it
+    cannot be a parameter: an eager replica has it as a plain attribute, and ``parameters()`` leaves it out.
+    Several threads may call this at once, since it only reads ``module``.
 
     Args:
         module: eager or TorchScript.
-        tensors: substitutes of parameters and buffers; the replica shares all others with ``module``.
+        tensors: substitutes by parameter or buffer. The replica shares all other tensors with ``module``.
 
     Raises:
-        RuntimeError: a parameter has no shape yet, a TorchScript module contains Python modules, or a
-            submodule is compiled by ``torch.compile``, which binds its code to the original.
+        RuntimeError: a parameter has no shape yet, a TorchScript module contains Python modules, or
+            ``torch.compile`` has compiled a submodule, and has bound the code to the original.
     """
     replicas: dict[nn.Module, Any] = {}  # by original
     for original in module.modules():
@@ -324,19 +322,19 @@ def _add(total: Tensor, grad: Tensor) -> Tensor:
 
 
 class DataParallel(nn.Module):
-    """Calls ``module`` with a slice of every batch on each of several devices, in one process.
+    """A module that calls ``module`` on several devices of one process, each with a slice of the batch.
 
-    Tensors among the arguments are split along ``dim``, also in containers. Other arguments go to every
-    device. A batch with fewer samples than devices uses fewer devices; an empty batch and a call without
-    arguments use one.
+    Tensors in the arguments are split along ``dim``, also in containers. Other arguments go to every device.
+    A batch with fewer samples than devices uses fewer devices. An empty batch, or a call without arguments,
+    uses one device.
 
-    Each call creates replicas, which run in their own threads. The module must therefore make no remote
-    calls, and attributes that its forward pass assigns are lost. In-place changes of buffers on the first
-    device stay. On CPUs, replicas draw random numbers from one generator in an unspecified order.
+    With several devices, each call creates replicas and runs them in threads. So ``module`` must make no
+    remote calls. Attributes that its forward pass assigns are lost, but in-place changes of buffers on the
+    first device stay. On CPUs, replicas draw random numbers from one generator in an unspecified order.
 
     Args:
         module: has its parameters and buffers on ``devices[0]``.
-        devices: None means all CUDA devices, or the CPU if there are none.
+        devices: one or more; None means all CUDA devices, or the CPU if there are none.
         output_device: the device of the outputs; None means ``devices[0]``.
         dim: the dimension of samples in inputs and outputs.
 
@@ -360,7 +358,7 @@ class DataParallel(nn.Module):
         self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the output for the whole batch; scalar outputs become a vector with one value per device.
+        """Return the output for the whole batch; scalar outputs of several devices become a vector.
 
         Raises:
             RuntimeError: a parameter or buffer is not on ``devices[0]``.
@@ -392,10 +390,10 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Call ``module`` once like :class:`DataParallel`.
+    """Call ``module`` once as :class:`DataParallel` does; see there for other arguments and errors.
 
     Args:
-        inputs: a tuple of positional arguments, or a single argument; None means none.
+        inputs: a tuple of positional arguments, or a single argument; None means no positional arguments.
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)

@@ -1,4 +1,4 @@
-"""Optimizers of dense nets: any class of ``torch.optim`` that takes dense gradients."""
+"""Optimizers of dense nets: all classes of ``torch.optim`` except SparseAdam and LBFGS."""
 
 import inspect
 import math
@@ -39,16 +39,16 @@ def make_optimizer(
     *,
     is_remote: bool = False,
 ) -> torch.optim.Optimizer:
-    """Create an optimizer of a net by the name of its class in ``torch.optim``.
+    """Create an optimizer of a net from the name of a class in ``torch.optim``.
 
     Args:
-        options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
-        sections: the sections [dense_groups.NAME] of parameters with their own learning rate or options.
+        options: other arguments of the class as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
+        sections: the sections [dense_groups.NAME] by NAME; each sets options of some parameters.
         is_remote: whether sections name the parameters of ``net`` with the prefix "remote.".
 
     Raises:
-        ConfigError: there is no such class, it cannot train these parameters, or it refuses an option; a
-            section names no parameter, or two sections name one parameter.
+        ConfigError: the class does not exist, cannot train these parameters, or refuses an option; a section
+            names a parameter that does not exist, or two sections name the same parameter.
     """
     cls = _optimizer_class(name)
     parameters = dict(net.named_parameters())
@@ -76,7 +76,7 @@ def make_optimizer(
 def _sections_by_parameter(
     names: Iterable[str], sections: Mapping[str, DenseGroupSection], is_remote: bool
 ) -> dict[str, str]:
-    """Return the section that names a parameter, by the parameter's name."""
+    """Return the section of each parameter, by the parameter's name; most parameters have no section."""
     prefix = _REMOTE if is_remote else ""
     members = {f"{prefix}{name}": name for name in names}
     section_of: dict[str, str] = {}
@@ -118,7 +118,7 @@ def _arguments(
     common: Mapping[str, object],
     like: Tensor,
 ) -> dict[str, object]:
-    """Return options as keyword arguments of ``cls``; ``common`` are further arguments of its constructor."""
+    """Parse options to keyword arguments of ``cls``, and test them together with those in ``common``."""
     try:
         values = tomllib.loads("\n".join(options))
     except tomllib.TOMLDecodeError as error:
@@ -157,7 +157,7 @@ class DenseOptimizer:
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(self, step: int, gradients: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
-        """Update the parameters that have gradients by these times ``scale``, at the rates of a step."""
+        """Update parameters by their gradients times ``scale``, at the learning rates of ``step``."""
         factor = self._schedule.factor(step)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
@@ -168,7 +168,7 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Load the state of all parameters, not the options; CheckpointError if it is of other parameters."""
+        """Load state by parameter index, but no options; CheckpointError if a shape does not fit."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
             # State is a scalar, or has the elements, rows or columns of its parameter.
@@ -186,7 +186,7 @@ class DenseOptimizer:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:
-    """Return the squared norm of all ``gradients`` together."""
+    """Return the sum of the squares of all elements of all ``gradients``; 0 without gradients."""
     detached = [gradient.detach() for gradient in gradients]
     if not detached:
         return 0.0

@@ -11,14 +11,14 @@ from hybrid.errors import ConfigError
 
 
 def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
-    """Return the devices on which a trainer computes; the first is where its parameters are.
+    """Return the devices on which a trainer computes; the first one holds its parameters.
 
-    With ``auto``, that is a GPU if the machine has one: trainers are spread over its GPUs by LOCAL_RANK
-    (which torchrun sets) or SLURM_LOCALID, or else by trainer index. ``cuda`` does the same and requires one.
-    A GPU is any accelerator that torch knows. If ``dense.device`` lists devices, these are returned.
+    If ``dense.device`` lists devices, return these. For ``auto``, return one GPU of this machine, or the CPU
+    if there is no GPU; for ``cuda``, return one GPU. LOCAL_RANK (which torchrun sets), SLURM_LOCALID, or else
+    the index ``trainer`` selects the GPU. A GPU is any accelerator that torch knows.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: this machine does not have the device.
     """
     gpus = _gpus()
     if section.devices:
@@ -45,9 +45,9 @@ def _gpus() -> list[torch.device]:
 
 
 def device_id(device: torch.device) -> str:
-    """Return the type of a device; for a GPU, also an id that is unique in a cluster.
+    """Return "cpu" for a CPU; for a GPU, return its type and its UUID, which is unique in a cluster.
 
-    The index is not unique: engines such as Ray and Slurm may show each trainer a single GPU as number 0.
+    The index is not unique: schedulers such as Ray and Slurm may show each trainer a single GPU as number 0.
     """
     if device.type == "cpu":
         return device.type
@@ -55,10 +55,10 @@ def device_id(device: torch.device) -> str:
 
 
 def choose_backend(devices: Sequence[str]) -> str:
-    """Return the backend of the trainers' process group.
+    """Return the backend of the trainers' process group, such as "gloo" or "cpu:gloo,cuda:nccl".
 
-    NCCL reduces tensors on GPUs, the gradients and parameters of the dense net, if each trainer has its own
-    GPU. Gloo reduces tensors on CPUs. If trainers share a GPU or one uses a CPU, Gloo reduces all.
+    If each trainer has its own GPU, NCCL reduces tensors on GPUs: gradients and parameters of the dense net.
+    Gloo reduces tensors on CPUs. If trainers share a GPU, or a trainer uses a CPU, Gloo reduces all tensors.
 
     Args:
         devices: the :func:`device_id` of each trainer's first device.
@@ -70,7 +70,7 @@ def choose_backend(devices: Sequence[str]) -> str:
 
 
 def describe_device(device: torch.device, num_trainers: int) -> str:
-    """Return a clause about a trainer's GPU and the sums of gradients there; empty for a CPU."""
+    """Return text for a log, such as " on cuda:0 (NVIDIA H200), gradients summed by NCCL"; "" for a CPU."""
     if device.type == "cpu":
         return ""
     name = f" on {device} ({torch.get_device_module(device).get_device_name(device)})"

@@ -1,4 +1,4 @@
-"""A dense net on a worker, which all trainers share."""
+"""The remote dense net: a net on a worker that all trainers call."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 class HostedNet(HostedModule):
-    """A net for all trainers; the gradients of an update are added in trainer order to one optimizer step.
+    """A net that all trainers call. An update adds their gradients in trainer order, for one optimizer step.
 
     Args:
-        net: has no buffers, since calls run concurrently.
+        net: must have no buffers, since calls run concurrently.
     """
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, rules: UpdateRules) -> None:
@@ -41,11 +41,15 @@ class HostedNet(HostedModule):
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
 
     def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
-        """Return the output for ``hidden_BH``, once the updates that the ticket requires are applied."""
+        """Return a future of :meth:`forward`, which runs once the ticket's required updates are applied."""
         return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, hidden_BH))
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """Return the output for ``hidden_BH`` with the current parameters."""
+        """Return the output for ``hidden_BH`` with the current parameters.
+
+        For ``Purpose.PREDICT``, the net is in evaluation mode, and the output has no gradient. Otherwise, the
+        backward pass adds the gradients of the parameters to the ticket's step.
+        """
         if ticket.purpose is Purpose.PREDICT:
             with torch.no_grad():
                 predicted: Tensor = shadow(self.net, {}).eval()(hidden_BH)
@@ -60,7 +64,7 @@ class HostedNet(HostedModule):
         """Load the net and its optimizer, and continue after ``step`` steps; CheckpointError for another net.
 
         Args:
-            has_state: whether the checkpoint has the state of the same optimizer.
+            has_state: whether to load the optimizer's state, too; it must be of the same optimizer.
         """
         self.barrier.drain()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))

@@ -33,7 +33,7 @@ _library.define("weight_gradient(Tensor grad, Tensor input) -> Tensor")
 
 
 class Linear(nn.Linear):
-    """A linear layer that takes oneDNN's products if they are large, of float32, and on a CPU."""
+    """A linear layer that uses oneDNN for large products of float32 on a CPU, and torch's own otherwise."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute what ``nn.Linear`` computes."""
@@ -48,10 +48,10 @@ class Linear(nn.Linear):
 
 @cache
 def prefers_onednn() -> bool:
-    """Return whether oneDNN multiplies float32 matrices faster than torch's own products on this machine.
+    """Return whether oneDNN multiplies float32 matrices faster than MKL on this machine.
 
-    It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The answer depends on the processor
-    alone, so that a resumed run is bit-identical to an undisturbed one.
+    It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The result depends on the processor
+    alone, so a resumed run is bit-identical to an uninterrupted run.
     """
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -60,10 +60,10 @@ def prefers_onednn() -> bool:
 
 
 def use_onednn(net: nn.Module) -> None:
-    """Have the linear layers of a net take oneDNN's products; names and tensors of the net stay.
+    """Change the linear layers of a net to :class:`Linear`, in place; names and tensors of the net stay.
 
-    Layers of one output or input stay torch's, which is faster there. So do subclasses of ``nn.Linear``,
-    which may have other parameters, or be used without a call.
+    Layers with one input or one output stay, since torch's products are faster there. Subclasses of
+    ``nn.Linear`` stay, since they may have other parameters, or may be used without a call.
     """
     for layer in net.modules():
         if type(layer) is nn.Linear and min(layer.in_features, layer.out_features) > 1:
@@ -72,21 +72,21 @@ def use_onednn(net: nn.Module) -> None:
 
 
 def use_torch(net: nn.Module) -> None:
-    """Undo :func:`use_onednn`: all layers of the net are made of torch's own operators again."""
+    """Undo :func:`use_onednn`: change all :class:`Linear` layers of a net back to ``nn.Linear``."""
     for layer in net.modules():
         if type(layer) is Linear:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def multiply_by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``input @ weight.T + bias``."""
+    """Return ``input @ weight.T + bias``; None means no bias."""
     # A private operator of torch; tests/unit/dense/test_matmul.py checks its behavior.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
 
 
 def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
-    """Return whether oneDNN computes a product; the answer is the same for the three products of a layer."""
+    """Return whether oneDNN computes a product; the result is the same for all three products of a layer."""
     return (
         input.dtype == weight.dtype == torch.float32
         and input.size(-1) == weight.size(1)  # otherwise torch raises an error

@@ -1,4 +1,4 @@
-"""Construction of built-in and custom dense nets from a configuration, and checks of custom ones."""
+"""Construction of built-in and custom dense nets from a configuration, and checks of custom nets."""
 
 import hashlib
 import traceback
@@ -32,23 +32,23 @@ from hybrid.user_code.user_modules import describe_error, load_function
 
 
 def extra_columns(net_name: str) -> int:
-    """Return the columns of every table beyond the embedding: 1 for a first-order weight, else 0."""
+    """Return the number of first-order weights after an embedding: 1 for deepfm and wide_deep, else 0."""
     return int(net_name in ("deepfm", "wide_deep"))
 
 
 def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """Build the dense net of ``dense.net``; its initial weights are a function of the arguments.
+    """Build the dense net of ``dense.net``; equal arguments give equal initial weights.
 
     With ``dense.remote_mlp``, the head takes the output of the remote net. A custom net is the result of
-    ``function(config, input_spec, widths)`` in the user's module. Matrix products are oneDNN's where these
-    are faster.
+    ``function(config, input_spec, widths)`` in the user's module. Linear layers use oneDNN if it is faster.
 
     Args:
-        widths: input width of each sparse feature, with :func:`extra_columns`. Built-in nets other than
-            ``HISTORY_NETS`` take each vector of a sequence as a separate feature.
+        widths: input width of each sparse feature, with :func:`extra_columns`. ``HISTORY_NETS`` take one
+            sequence as the history, and ``two_towers`` takes none. Other built-in nets take each vector of a
+            sequence as a separate feature.
 
     Raises:
-        ConfigError: the widths do not fit the net, or the custom net fails.
+        ConfigError: the net needs other columns or widths, or the custom net fails.
     """
     name = config.dense.net_call.name
     with _seeded(config.run.seed, "dense net"):
@@ -68,7 +68,7 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
 
 
 def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
-    """Build the remote net of ``dense.remote_mlp``, between interaction and head."""
+    """Build the remote net, which takes the interaction's output; errors as in :func:`build_dense_net`."""
     net = build_dense_net(config, input_spec, widths)
     parameters = (*net.bottom.parameters(), *net.interaction.parameters())
     dtype = next((parameter.dtype for parameter in parameters), torch.float32)
@@ -90,7 +90,6 @@ def _takes_onednn(config: RunConfig) -> bool:
 
 
 def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet:
-    """Build one of ``hybrid.models`` over vectors of these widths."""
     dense, num_sparse, num_outputs = config.dense, len(widths), config.num_outputs
     call = dense.net_call
     match call.name:
@@ -119,11 +118,6 @@ def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> D
 
 
 def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """Build one of ``HISTORY_NETS``: the history becomes a vector, like each other column.
-
-    Raises:
-        ConfigError: candidate and history differ in width, or the heads do not divide the width.
-    """
     dense, call = config.dense, config.dense.net_call
     layout = ColumnLayout(config, input_spec, widths)
     candidate, history = layout.vector(call["candidate"]), layout.sequence(call["history"])
@@ -150,7 +144,6 @@ def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]
 
 
 def _two_towers(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """Build a tower over the vector of the item column, and a user tower over all other columns."""
     task = config.retrieval
     assert task is not None, "two_towers needs a retrieval task"
     layout = ColumnLayout(config, input_spec, widths)
@@ -169,7 +162,6 @@ def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
 
 
 def _custom_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """Build a custom net; check that parameters have values, that stages fit together, and the outputs."""
     name, num_outputs = config.dense.net, config.num_outputs
     build = load_function("dense.net", name, ("config", "input_spec", "widths"))
     net = build(config, input_spec, widths)
@@ -213,10 +205,10 @@ def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
 
 
 def name_layer(error: BaseException, *nets: nn.Module) -> None:
-    """Add a note to an exception that names the layer whose forward pass raised it, if there is one.
+    """Add a note to ``error`` that names the innermost layer in its traceback, if there is a layer.
 
     Args:
-        nets: the nets that name layers; the first name of a layer counts.
+        nets: nets that contain the layers; a layer in several nets is named as in the first of these nets.
     """
     names = {module: name for net in reversed(nets) for name, module in net.named_modules() if name}
     layer: nn.Module | None = None
@@ -232,7 +224,7 @@ def name_layer(error: BaseException, *nets: nn.Module) -> None:
 
 @contextmanager
 def _seeded(seed: int, purpose: str) -> Iterator[None]:
-    """Seed torch's CPU generator by ``seed`` and ``purpose`` within the block, and restore it."""
+    """Seed torch's CPU generator from ``seed`` and ``purpose``, and restore its state after the block."""
     digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))

@@ -1,11 +1,11 @@
 """Batch normalization by the statistics of the global batch, on CPUs and GPUs.
 
-``torch.nn.SyncBatchNorm`` does the same on GPUs only. The statistics are sums over all trainers::
+``torch.nn.SyncBatchNorm`` does the same on GPUs only. The statistics come from sums over all trainers::
 
     count, mean    from the sums of 1 and x
     variance       from the sum of (x - mean)^2
 
-In the backward pass, the gradient of a sum is the sum of the gradients of all trainers.
+The backward pass adds up the gradients that the trainers have of such a sum.
 """
 
 from collections.abc import Iterator
@@ -43,11 +43,11 @@ def _sum(values: Tensor) -> Tensor:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A batch normalization that all trainers call together in training; a slice may have no samples.
+    """A batch normalization that all trainers call together in training, even with an empty slice.
 
     Attributes:
-        group: all trainers; None outside of a cluster.
-        is_local: whether to use the samples of this trainer only; see :func:`local_statistics`.
+        group: the process group of all trainers; None outside of a cluster.
+        is_local: whether a block of :func:`local_statistics` is active.
     """
 
     group: ClassVar[dist.ProcessGroup | None] = None
@@ -60,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
         """Return normalized values, of the shape (samples, channels, ...) of ``input``.
 
         Raises:
-            ValueError: in training, there is only one value per channel.
+            ValueError: in training, all trainers together have fewer than two values per channel.
         """
         if self.training and self.group is not None:
             # Not a decorator, which would import torch._dynamo with this module and take most of a second.
@@ -93,14 +93,16 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.ProcessGroup) -> str | None:
-    """Let the batch normalizations that DDP keeps equal on all trainers use the samples of all trainers.
+    """Change batch normalizations under DDP to :class:`SyncBatchNorm`, in place.
+
+    Subclasses stay, and so do all layers if the net is compiled, replicated or split.
 
     Args:
-        net: its batch normalizations may become :class:`SyncBatchNorm`.
         group: all trainers.
 
     Returns:
-        A warning if results still depend on the number of trainers; it names the layers.
+        A warning with the names of layers that still normalize by a part of the batch, else None. Trainers
+        with separate nets (``dense.ddp = "none"``) are no reason for a warning.
     """
     dense, parts = config.dense, config.train.micro_batches
     is_alone = group.size() == 1 or dense.ddp == "none"
@@ -126,7 +128,7 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Let this trainer compute alone in the block: by its own samples, and with no new running statistics."""
+    """Within the block, normalize by the samples of this trainer only, and update no running statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield

@@ -1,17 +1,17 @@
-"""Tensor parallelism of a stage: several trainers each hold shards of its layers.
+"""Tensor parallelism of a stage of a dense net: several trainers each hold shards of the layers.
 
-The trainers form a mesh of data x tensor. The trainers of a tensor group each hold a shard of the weights and
-compute the stage together. DDP reduces the gradients of each shard over the data groups.
+The trainers form a mesh with the dimensions "data" and "tensor". Each trainer of a tensor group holds one
+shard of the weights, and the group computes the stage together. A data group consists of the trainers with
+the same shard. DDP reduces the gradients of the shard over this group.
 
 :class:`TensorParallel` holds the shards and computes with DTensors. A plan defines how layers are split.
 :class:`SharedStage` gathers the samples of a tensor group for a stage::
 
     local inputs_bX ── all-gather ── inputs_BX ── stage ── outputs_BY ── local rows ── outputs_bY
 
-B is the sum of the group's b. The engine wraps the stages of a net in both; users may do the same.
-
-torch's transform for tensor parallelism under DDP (``torch.distributed.tensor.parallel.ddp``) loses the
-parameters at the first forward pass and adds a hook to each of them at every pass. This module does neither.
+b is the number of samples of one trainer, and B the sum of b over the tensor group. The engine wraps the
+stages of a net in both classes; users may do the same. torch's ``torch.distributed.tensor.parallel.ddp``
+cannot replace this module: it loses the parameters, and adds a hook to each parameter at every pass.
 """
 
 import ctypes
@@ -70,12 +70,12 @@ _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.
 
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
-    """Return the mesh "data" x "tensor" of all trainers; the first tensor group is 0 .. P-1.
+    """Return the mesh "data" x "tensor" of all trainers; the first tensor group has the ranks 0 to P - 1.
 
-    All trainers must call it. It creates process groups once, and returns the same mesh every time.
+    All trainers must call this. The first call creates process groups; later calls return the same mesh.
 
     Args:
-        tensor_size: P, the number of trainers that hold a net together.
+        tensor_size: P, the number of trainers in a tensor group.
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
@@ -102,9 +102,9 @@ def sync_gradient(grad: Tensor) -> Tensor:
 
 
 def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
-    """Return the local shard of a DTensor, which requires a gradient, and its layout.
+    """Return the local shard and the layout of a DTensor; for any other tensor, return the tensor and None.
 
-    For any other tensor, return the tensor and None.
+    The shard shares the memory of the DTensor, is detached from its graph, and requires a gradient.
     """
     if not isinstance(tensor, DTensor):
         return tensor, None
@@ -112,9 +112,9 @@ def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
 
 
 def unflatten_tensor(shard: Tensor, layout: Layout) -> DTensor:
-    """Return the DTensor of which ``shard`` is the local part, in the same memory.
+    """Return a DTensor with the local part ``shard``, in the same memory.
 
-    Gradients of ``shard`` are plain tensors; see :func:`sync_gradient`.
+    The backward pass gives ``shard`` a plain tensor as gradient, after its collective has ended.
     """
     # The hook is on an alias, which lives as long as the graph. Hooks on the shard would accumulate.
     alias = shard.view_as(shard)
@@ -142,11 +142,11 @@ def _dtensor(local: Tensor, layout: Layout) -> DTensor:
 
 
 class TensorParallel(nn.Module):
-    """A module with the local shards as parameters; all ranks run its forward pass together.
+    """A module with the local shards as parameters; all ranks of the group run its forward pass together.
 
-    Parameters are plain tensors with their names in the full module, so that DDP, optimizers and checkpoints
+    Parameters are plain tensors and keep their names in ``module``, so that DDP, optimizers and checkpoints
     work as usual. All ranks must have the same initial weights and inputs. Modules that draw random numbers,
-    such as dropout, are not supported, since each rank would draw different ones.
+    such as dropout, are not supported, since each rank would draw different numbers.
 
     Args:
         module: the module to split, in place.
@@ -154,7 +154,7 @@ class TensorParallel(nn.Module):
         plan: how to split submodules, by path; "" is ``module`` itself.
 
     Raises:
-        ValueError: the plan splits a parameter with two names.
+        ValueError: the plan splits a parameter that has two names in ``module``.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
@@ -180,12 +180,12 @@ class TensorParallel(nn.Module):
 
     @property
     def layouts(self) -> dict[Tensor, Layout]:
-        """The layouts of the parameters of which this rank holds a shard."""
+        """The layout of each split parameter, by parameter."""
         split = {name: layout for name, layout in self._layouts.items() if layout.is_sharded()}
         return {self.module.get_parameter(name): layout for name, layout in split.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the full module, as plain tensors; gather outputs that are split."""
+        """Return the output of the full module, as full plain tensors."""
         _keep_thread_state()
         dtensors: dict[str, Tensor] = {
             name: unflatten_tensor(self.module.get_parameter(name), layout)
@@ -229,11 +229,11 @@ def _keep_thread_state() -> None:
 
 
 def automatic_plan(stage: nn.Module) -> Plan:
-    """Return a plan for one stage of a net, perhaps an empty one.
+    """Return a plan for one stage of a net; it is empty if no layer can be split.
 
-    Two successive linear layers of an ``nn.Sequential``, with only activations between them, communicate
-    once, after the second (Shoeybi et al. 2019). The outputs of other linear layers are gathered. Layers with
-    one output and all other modules are not split.
+    Two successive linear layers of an ``nn.Sequential``, with only activations between them, form a pair. A
+    pair communicates once, after the second layer (Shoeybi et al. 2019). The outputs of other linear layers
+    are gathered, but layers with one output are not split. All other modules are not split.
     """
     styles: dict[str, str] = {}
     for path, module in stage.named_modules():
@@ -259,16 +259,17 @@ def _is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 
 def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
-    """Parse the user's plan, by stage; paths are relative to the stage, and "" is the stage itself.
+    """Parse ``dense.tensor_plan``, and return a plan for each stage, by the stage's name.
+
+    Paths in a plan are relative to the stage; "" is the stage itself.
 
     Args:
-        texts: each "pattern = style", such as "head.[02] = colwise", with a file name pattern for the paths
-            of layers in ``net``.
+        texts: such as "head.[02] = colwise": a file name pattern for paths in ``net``, and a style.
         net: the full net; its children are the stages.
 
     Raises:
-        ConfigError: a text is malformed or has no valid style, its pattern matches no layer that can be
-            split or another module, or two patterns match one layer.
+        ConfigError: a text is malformed, its style does not exist, its pattern matches no module, or matches
+            a module other than Linear and Embedding, or two texts match the same layer.
     """
     modules = {path: module for path, module in net.named_modules() if path}
     layers = [path for path, module in modules.items() if isinstance(module, nn.Linear | nn.Embedding)]
@@ -295,9 +296,9 @@ class SharedStage(nn.Module):
     """A stage that a tensor group computes together, on the samples of all its ranks.
 
     Args:
-        stage: maps tensors with one row per sample to one tensor; the same on all ranks, such as a
+        stage: maps tensors with one row per sample to one tensor, in the same way on all ranks, such as a
             :class:`TensorParallel`.
-        group: the ranks; all call it together, each with its own samples, possibly none.
+        group: the tensor group. All its ranks call the stage, each with its own samples, possibly none.
     """
 
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
@@ -307,7 +308,7 @@ class SharedStage(nn.Module):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the output for the local rows; ValueError if ``inputs`` differ in their number of rows."""
+        """Return the output for local rows; ValueError if inputs or output differ in their number of rows."""
         rows, is_differentiable = _agree(inputs, self._group)
         # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
         # ranks need the same graph. A slice without samples has no lookup, and its input requires no
@@ -339,7 +340,7 @@ def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int
 
 
 def gather_rows(local_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Gather the rows of all ranks, in rank order."""
+    """Return the rows of all ranks, in rank order; ``rows`` has the number of rows of each rank."""
     longest = max(rows)
     padded_bX = local_bX.contiguous()  # as NCCL requires
     if len(local_bX) < longest:  # collectives need tensors of one size
@@ -359,9 +360,9 @@ def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Exchanges rows in the forward pass by ``exchange``, and gradients in the backward pass by ``inverse``.
+    """Exchanges rows by ``exchange`` in the forward pass, gradients by ``inverse`` in the backward pass.
 
-    The rows may have no gradient. If ``anchor`` requires one, the result is recorded nevertheless.
+    If ``anchor`` requires a gradient, autograd records the result even if ``rows_BX`` requires none.
     """
 
     @staticmethod

@@ -31,9 +31,9 @@ class ColumnVector(nn.Module):
 
 
 class ColumnSequence(nn.Module):
-    """Selects the vectors of a sequence of up to N ids.
+    """Selects the vectors of a sequence of up to N ids: ``(vectors_BND, is_item_BN)``.
 
-    It returns ``(vectors_BND, is_item_BN)``: zeros and False after the last id of a sample.
+    After the last id of a sample, vectors are zeros and ``is_item_BN`` is False. ``length`` is N.
     """
 
     positions_N: Tensor
@@ -56,10 +56,10 @@ class ColumnLayout:
     """The layout of the columns of ``data.sparse``.
 
     Args:
-        config, input_spec, widths: arguments of the function that builds the net.
+        config, input_spec, widths: see :func:`hybrid.dense.net_builder.build_dense_net`.
 
     Attributes:
-        widths: the width of each vector, including each vector of a sequence.
+        widths: the width of each vector; a sequence has an element for each of its vectors.
     """
 
     def __init__(self, config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class ColumnLayout:
             raise ConfigError(f"columns.{name}.pooling", f"{rule}, since the net takes the column as {what}")
 
     def without_lengths(self, interaction: nn.Module) -> nn.Module:
-        """Return ``interaction``, or a module that takes the lengths of sequences out of its input first."""
+        """Return ``interaction``, or a wrapper that removes the lengths of sequences from its input."""
         if not any(self._lengths.values()):
             return interaction
         kept = [

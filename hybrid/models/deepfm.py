@@ -19,9 +19,9 @@ from hybrid.models.wide_deep import LinearTerm, WideHead
 
 
 class FactorizationMachine(nn.Module):
-    """Score of the machine in column 0, followed by the inputs of the deep net.
+    """The interaction of DeepFM: the machine's score in column 0, followed by the inputs of the deep net.
 
-    The vector of a feature has its D factors, then its first-order weight.
+    The vector of a feature has D factors, then the first-order weight, so ``width`` is D + 1.
     """
 
     def __init__(self, num_sparse: int, width: int, num_dense: int) -> None:
@@ -44,7 +44,7 @@ class DeepFM(DenseNet):
     Args:
         num_dense: F, the number of dense features; may be 0.
         num_sparse: K, the number of vectors in ``pooled_BE``.
-        dim: D, the number of factors of a feature. Its weight follows, so tables have width ``dim + 1``.
+        dim: D, the number of factors of a feature. A weight follows them, so tables have width ``dim + 1``.
         deep: hidden units of the deep net.
     """
 

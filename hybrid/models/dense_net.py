@@ -21,8 +21,8 @@ from torch import Tensor, nn
 class DenseNet(nn.Module):
     """A net of three stages: ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
-    ``pooled_BE`` holds the pooled embeddings of all sparse features, concatenated in their order. Subclasses
-    have an argument ``num_outputs`` (O).
+    ``pooled_BE`` holds the pooled embeddings of all sparse features, concatenated in the order of
+    ``data.sparse``. Built-in subclasses have an argument ``num_outputs``, which is O.
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:
@@ -44,7 +44,7 @@ class Concatenation(nn.Module):
 
 
 class HistoryInteraction(nn.Module):
-    """Concatenates the output of the bottom, a vector of the user's history, and the vectors of columns.
+    """Concatenates the output of ``bottom``, a vector of the user's history, and the vectors of columns.
 
     ``hidden_BH = [bottom_BH, user(candidate_BD, history_BTD, is_item_BT), vectors of columns]``
 

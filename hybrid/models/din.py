@@ -57,7 +57,7 @@ class DIN(nn.Module):
     def forward(
         self, candidate_BD: Tensor, history_BTD: Tensor, is_item_BT: Tensor, other_BH: Tensor | None = None
     ) -> Tensor:
-        """Return ``logits_B``; see :class:`InterestAttention` for the arguments."""
+        """Return ``logits_B``; ``is_item_BT`` is False for padding, ``other_BH`` has width ``num_other``."""
         user_BD = self.interest(candidate_BD, history_BTD, is_item_BT)
         other = [] if other_BH is None else [other_BH]
         logits_B: Tensor = self.score(torch.cat([user_BD, candidate_BD, *other], dim=1))

@@ -2,8 +2,8 @@
 
 Ma et al. 2018, "Entire Space Multi-Task Model: An Effective Approach for Estimating Post-Click Conversion
 Rate" (arXiv 1804.07931), equations 1 to 3. Conversions are observed for clicked samples only, but a served
-model scores all samples. The conversion rate is therefore trained as a factor of a probability that all
-samples have labels for::
+model scores all samples. The conversion rate is therefore trained as a factor of p(click and conversion), for
+which all samples have labels::
 
     p(click and conversion | x) = p(click | x) * p(conversion | click, x)
     loss = log loss(p(click), click)  +  log loss(p(click and conversion), click * conversion)
@@ -21,7 +21,7 @@ from hybrid.models.layers import output_mlp
 
 
 class ESMM(nn.Module):
-    """The model: logits of a click, and of a conversion given a click, from a tower each."""
+    """The model: two towers, for the logit of a click and for the logit of a conversion given a click."""
 
     def __init__(self, width: int, hidden: Sequence[int] = (64, 32)) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def entire_space_loss(
 
     Args:
         click_B, conversion_B: logits, as :class:`ESMM` returns them.
-        clicked_B, converted_B: labels, 1 or 0; a sample without a click has no conversion.
+        clicked_B, converted_B: labels, 1.0 or 0.0; a sample without a click has no conversion.
     """
     log_both_B, log_not_both_B = both_log_probabilities(click_B, conversion_B)
     click_loss_B = F.binary_cross_entropy_with_logits(click_B, clicked_B, reduction="none")

@@ -60,11 +60,11 @@ class FinalMLP(nn.Module):
     """The model: logits from inputs and two contexts.
 
     Args:
-        width: of the inputs.
+        width: E, the width of the inputs.
         contexts: widths of the two contexts.
         first, second: hidden units of the two streams.
         gate: hidden units of each gate.
-        num_heads: heads of the bilinear form; divides the last widths of both streams.
+        num_heads: heads of the bilinear form. ValueError unless it divides the last width of each stream.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class HSTUBlock(nn.Module):
         self.biases_T = nn.Parameter(torch.empty(longest).normal_(std=0.02))
 
     def forward(self, x_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
-        """Return the new ``x_BTD``; no position attends to those where ``is_item_BT`` is False."""
+        """Return ``x_BTD`` after this block; no position attends to padding (``is_item_BT`` is False)."""
         gate_BTD, value_BTD, query_BTD, key_BTD = F.silu(self.projection(self.norm(x_BTD))).chunk(4, dim=2)
         value = self._heads(value_BTD * is_item_BT.unsqueeze(2) / self.longest)
         length = x_BTD.size(1)
@@ -58,10 +58,10 @@ class HSTUBlock(nn.Module):
 class HSTU(nn.Module):
     """The model: a query for the next item, after each item of a history.
 
-    The work depends on the lengths of the histories, not on the longest: samples of similar length form a
-    batch of their own, padded to a power of two from 32 on, or to ``longest``. This saves padding after the
-    items, but not padding before them. A compiled or exported net pads all to the longest of the batch.
-    ``torch.nested`` and flex attention always apply a softmax.
+    One long history does not slow down all samples: samples of similar length are computed as a group, padded
+    to ``longest`` or to a power of two from 32 on. Padding before the items counts as length. A compiled or
+    exported net computes all samples as one group. ``torch.nested`` and flex attention cannot replace the
+    groups, since they always apply a softmax.
 
     Args:
         dim: D, the width of the item vectors.
@@ -79,7 +79,7 @@ class HSTU(nn.Module):
         """Return ``queries_BTD``; see :meth:`hybrid.models.self_attention.SelfAttention.forward`.
 
         Raises:
-            ValueError: the last item of a history is not within its first ``longest`` positions.
+            ValueError: the last item of a history is not in the first ``longest`` positions.
         """
         if torch.compiler.is_compiling():  # the buckets depend on the data
             return self._padded(history_BTD, is_item_BT)

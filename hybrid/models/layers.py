@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
-    """Return a linear layer and a ReLU from each width to the next; then the output layer, if any."""
+    """Return a linear layer and a ReLU from each width to the next, and an output layer if it has outputs."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -22,11 +22,11 @@ def output_mlp(widths: Sequence[int], num_outputs: int = 1) -> nn.Sequential:
 
 
 def pad_histories(values_LD: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad histories to one length; an embedding returns their vectors for a ``hybrid.Jagged`` of ids.
+    """Pad histories to the length of the longest.
 
     Args:
-        values_LD: the vectors of sample b are ``values_LD[offsets[b] : offsets[b + 1]]``.
-        offsets: int64, (B + 1).
+        values_LD: vectors such as an embedding returns for a ``hybrid.Jagged`` of ids.
+        offsets: int64, (B + 1); the vectors of sample b are ``values_LD[offsets[b] : offsets[b + 1]]``.
 
     Returns:
         ``(values_BTD, is_item_BT)``, where T is the longest history; padding is zero and False.

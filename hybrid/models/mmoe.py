@@ -45,7 +45,7 @@ class MMoE(nn.Module):
     """The model: outputs of several tasks.
 
     Args:
-        width: of the inputs.
+        width: E, the width of the inputs.
         task_outputs: the number of outputs of each of the K tasks: 1, or one per class.
         num_experts: N, the number of experts.
         expert: hidden units of each expert.

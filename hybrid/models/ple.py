@@ -1,7 +1,7 @@
 """PLE, progressive layered extraction: layers of shared and of task-specific experts.
 
 Tang et al. 2020, "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for
-Personalized Recommendations", section 4. In MMoE (``mmoe.py``), all tasks train all experts, also tasks that
+Personalized Recommendations", section 4. In MMoE (``mmoe.py``), all tasks train all experts, even if tasks
 conflict. In each layer of PLE, each task k has separate experts E_k in addition to the shared experts E_s.
 The gate of the task mixes both::
 
@@ -21,10 +21,10 @@ from hybrid.models.mmoe import Experts, Gate
 
 
 class Extraction(nn.Module):
-    """One layer, which returns a new vector for each task and a new shared vector.
+    """One layer of PLE, which returns a new vector for each task and a new shared vector.
 
     Args:
-        num_experts: number of experts of each task, and of shared experts.
+        num_experts: number of experts of each task, and number of shared experts.
         is_last: whether to leave out the shared output.
     """
 
@@ -58,9 +58,9 @@ class PLE(nn.Module):
     """The model: outputs of several tasks.
 
     Args:
-        width: of the inputs.
+        width: E, the width of the inputs.
         task_outputs: the number of outputs of each of the K tasks: 1, or one per class.
-        num_experts: number of experts of each task in a layer, and of shared experts in a layer.
+        num_experts: number of experts of each task in a layer, and number of shared experts in a layer.
         layers: output width of the experts of each layer.
         tower: hidden units of the tower of each task.
     """

@@ -34,10 +34,10 @@ class AttentionBlock(nn.Module):
         self.net = nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim))
 
     def forward(self, x_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
-        """Return the new ``x_BTD``.
+        """Return ``x_BTD`` after this block.
 
         Args:
-            mask_BTT: whether a position (row) attends to another (column); each position attends to itself.
+            mask_BTT: whether a position (row) attends to a position (column); True on the diagonal.
         """
         normed_BTD = self.attention_norm(x_BTD)
         query, key = self._heads(self.query(normed_BTD)), self._heads(self.key(normed_BTD))
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         """Return ``queries_BTD``; the score of an item is the dot product of its vector and a query.
 
         Args:
-            history_BTD: the oldest item first.
+            history_BTD: the vectors of the items, the oldest first; T is at most ``longest``.
             is_item_BT: False for padding. No item attends to padding; queries at padding are meaningless.
         """
         length = history_BTD.size(1)
@@ -93,9 +93,7 @@ def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
 
 
 class LastQuery(nn.Module):
-    """A user vector for a candidate: the element-wise product of the candidate and the last query.
-
-    The sum of its elements is the score of the candidate.
+    """A user vector for a candidate: candidate times last query, element by element. Its sum is the score.
 
     Args:
         attention: maps ``history_BTD`` and ``is_item_BT`` to ``queries_BTD``, such as :class:`SelfAttention`.
@@ -113,7 +111,7 @@ class LastQuery(nn.Module):
 def next_item_loss(
     queries_BTD: Tensor, next_BTD: Tensor, other_BTD: Tensor, is_item_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the log loss of the next item against a negative item, as ``cluster.backward`` takes it.
+    """Return the log loss of the next item against an item drawn at random, for ``cluster.backward``.
 
     Args:
         next_BTD: vector of the next item at each position.
@@ -121,8 +119,8 @@ def next_item_loss(
         is_item_BT: False for positions that do not count in the loss.
 
     Returns:
-        ``(losses_B, weights_B)``: the mean over the positions of each sample, and their number. The weighted
-        mean over samples is the mean over all positions of the batch.
+        ``(losses_B, weights_B)``: the mean loss over the positions of each sample, and the number of these
+        positions. The weighted mean over samples is the mean over all positions of the batch.
     """
     next_BT, other_BT = (queries_BTD * next_BTD).sum(dim=2), (queries_BTD * other_BTD).sum(dim=2)
     losses_BT = (F.softplus(-next_BT) + F.softplus(other_BT)) * is_item_BT

@@ -14,10 +14,10 @@ lookups, and q(i) is the frequency of item i in the training data, which :func:`
 paper estimates q(i) from a stream; any estimate can be passed. :func:`sampled_softmax` takes items that
 ``hybrid.Negatives`` draws from all items. So items that are rare in the data are negatives, too.
 
-With independent draws from q, the scores that minimize the loss are those of the softmax over all items, for
-any N (Ma and Collins 2018, "Noise Contrastive Estimation and Negative Sampling for Conditional Models"). For
-this, a negative that equals the item of the sample stays in the sum. If it were left out, the scores of
-frequent items would be too high.
+With independent draws from q, the same scores minimize the loss for any N: the scores of a softmax over all
+items (Ma and Collins 2018, "Noise Contrastive Estimation and Negative Sampling for Conditional Models"). So
+a negative stays in the sum even if it equals the item of the sample. Otherwise, the scores of frequent items
+would be too high.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from hybrid.models.layers import mlp
 
 
 class Tower(nn.Module):
-    """The net of one side, whose outputs are vectors of norm 1."""
+    """The net of users or the net of items; it returns vectors of norm 1."""
 
     def __init__(self, width: int, hidden: Sequence[int], dim: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TwoTowers(nn.Module):
     """The model: both towers.
 
     Args:
-        user_width, item_width: width of the inputs of each side.
+        user_width, item_width: width of the inputs of each tower.
         hidden: hidden units of each tower.
         dim: D, the width of the output vectors.
     """
@@ -61,10 +61,10 @@ class TwoTowers(nn.Module):
 
 
 class TowerInputs(nn.Module):
-    """The interaction of a configured net: inputs of the user tower, then the vector of the item column.
+    """The interaction of the net "two_towers": the inputs of the user tower, then of the item tower.
 
     Args:
-        start, dim: position and width of the item's vector in ``pooled_BE``.
+        start, dim: position and width of the item's vector in ``pooled_BE``. All other inputs are the user's.
     """
 
     def __init__(self, start: int, dim: int) -> None:
@@ -77,7 +77,7 @@ class TowerInputs(nn.Module):
 
 
 class TowerHead(nn.Module):
-    """The head of a configured net: both towers over the result of :class:`TowerInputs`."""
+    """The head of the net "two_towers": a user vector and an item vector of each sample, side by side."""
 
     def __init__(self, user_width: int, item_width: int, hidden: Sequence[int], dim: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
 
 
 def log_frequency(counts_I: Tensor) -> Tensor:
-    """Return the logarithms of the frequencies of items, given their counts. A count of 0 is read as 1."""
+    """Return the logarithms of the frequencies of items from their counts; a count of 0 is read as 1."""
     return torch.log(counts_I.clamp(min=1) / counts_I.sum())
 
 
@@ -121,8 +121,8 @@ def in_batch_softmax(
         users_BD, items_BD: the outputs of the towers for each sample.
         log_q_B: logarithm of the frequency of each item; zeros for no correction.
         temperature: divides the scores.
-        gather: differentiably gathers the slices of all trainers: ``cluster.gather``. The loss then does not
-            depend on the number of trainers.
+        gather: ``cluster.gather``, which makes the items of all trainers' slices negatives. By default, only
+            items of ``items_BD`` are negatives, so the loss depends on the number of trainers.
     """
     items_ND, log_q_N = (gather(each).to(users_BD.device) for each in (items_BD, log_q_B))
     scores_BN = users_BD @ items_ND.mT / temperature - log_q_N.to(users_BD)
@@ -158,13 +158,13 @@ def _positives(users_BD: Tensor, items_BD: Tensor, log_q_B: Tensor, temperature:
 def top_items(
     users_BD: Tensor, item_vectors: Callable[[Tensor], Tensor], num_items: int, k: int, chunk: int = 4096
 ) -> Tensor:
-    """Return ``ids_BK``, the k items with the highest scores for each user, the best first.
+    """Return ``ids_BK`` on the CPU, the k items with the highest scores for each user, the best first.
 
     The result is exact, over all items. Users and items are scored in blocks of ``chunk`` x ``chunk``. On a
-    cluster, each trainer calls it for the users of its slice.
+    cluster, each trainer calls this for the users of its slice.
 
     Args:
-        users_BD: user vectors, also of several batches.
+        users_BD: user vectors; B may exceed the batch size.
         item_vectors: returns the vectors (C, D) of ids (C,), such as ``lambda ids: tower(table(ids))``.
         num_items: the ids are 0 to ``num_items - 1``.
 

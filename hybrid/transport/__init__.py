@@ -15,17 +15,17 @@
        ▼                                               │
     Pending.wait: the value, or an error ◄─────────────┘ a value, tensors, or a Failure
 
-A call executes a method of an object on the process that owns it. RPC preserves only three exception types,
-so an exception is returned as a value (:class:`Failure`). RPC costs two to four times as much processor time
-per message as a socket, and does not encrypt. Therefore only ``sync`` mode, remote nets and control use RPC.
-Calls and responses by RPC are signed (``hybrid.security``).
+A call executes a method of an object on the process that owns the object. RPC preserves only three types of
+exceptions. So control calls return an exception as a value (:class:`Failure`); other calls send its text. RPC
+costs two to four times as much processor time per message as a socket, and does not encrypt. Therefore only
+``sync`` mode, remote nets and control use RPC. Their calls and responses are signed (``hybrid.security``).
 
 A process takes part in one cluster at a time. ``start`` creates all state of a cluster, ``stop`` releases it.
 
 Start with ``stubs``, which the master and the trainers call. ``socket`` has the encrypted connections, one
 for each pair of a trainer and a worker.
 
-Within a host, connections copy large tensors once into memory that both ends map (``hybrid/shared_memory``).
+Within a host, large tensors are copied once, into memory that both processes map (``hybrid/shared_memory``).
 """
 
 from hybrid.transport.endpoints import ProcessStatus as ProcessStatus

@@ -58,7 +58,7 @@ class ProcessStatus:
 
 
 def echo(tensor: Tensor) -> Tensor:
-    """Return the tensor. The call makes torch connect both processes, for calls and for tensors."""
+    """Return the tensor. The first call makes torch connect both processes, for calls and for tensors."""
     return tensor
 
 
@@ -75,7 +75,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Pass gradients of a prefetched lookup to the tables; return the vectors of the next lookup, if any."""
+    """Pass a lookup's gradients to the tables; return a future of the next lookup's vectors, if any."""
     number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
@@ -99,7 +99,7 @@ def squared_norm(number: int, step: int) -> Future[float]:
 
 
 def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
-    """Construct an object, and keep it until its ``close`` is called; return the constructor's failure."""
+    """Construct an object, and keep it until its ``close`` is called; return None, or a failure."""
     use_configured_threads()
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
@@ -109,16 +109,16 @@ def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failu
 
 
 def created_module(number: int) -> nn.Module:
-    """Return the module that :func:`create` has constructed, for torch's ``RemoteModule``."""
+    """Return a module that :func:`create` has constructed, for torch's ``RemoteModule``."""
     module: nn.Module = running.objects[number]
     return module
 
 
 def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
-    """Return the result of a public method of an object, or its failure; ``close`` also releases the object.
+    """Return the result of an object's method, or a :class:`Failure`; "close" also releases the object.
 
     Args:
-        method: name of the method, or ``barrier.NAME`` for a method of the module's update barrier.
+        method: name of a public method, or ``barrier.NAME`` for a method of the module's update barrier.
     """
     use_configured_threads()
     try:

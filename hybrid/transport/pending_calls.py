@@ -1,4 +1,4 @@
-"""Calls in progress, and their failures: as values of the called process, and as errors of the caller."""
+"""Calls in progress, failures as the called process returns them, and errors that the caller raises."""
 
 import re
 import socket
@@ -49,7 +49,7 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
-        """The class of the exception on the other role; Exception if it is not an error of this project."""
+        """The class of the exception, if it is in ``hybrid.errors``; else Exception."""
         return error_class(self.failure.kind)
 
 
@@ -62,7 +62,7 @@ class LostError(ClusterError):
 
 
 def make_failure(error: Exception) -> Failure:
-    """Return an exception as a value for the caller; log its traceback if one line may not explain it."""
+    """Return an exception as a value for the caller; log its traceback if the message may not explain it."""
     is_logged = needs_traceback(error) and not _PEER_ENDED.search(str(error))
     if is_logged:
         log_traceback(error)
@@ -82,7 +82,7 @@ def make_failure(error: Exception) -> Failure:
 
 
 class PendingTensors(Generic[Result]):
-    """A call whose response is tensors. A step has many such objects, so the class is kept small."""
+    """A call that returns tensors. A step creates many such objects, so the class is kept small."""
 
     __slots__ = ("_future", "role")
 
@@ -97,7 +97,7 @@ class PendingTensors(Generic[Result]):
         """Return the response.
 
         Raises:
-            RuntimeError: the call raised an exception. :func:`parse_exception` parses the text.
+            RuntimeError: the call raised an exception, which :func:`parse_exception` reads from the text.
             ClusterError: the role rejected the call, or this process rejected the response.
             LostError: no response came within the timeout, or the connection broke.
         """
@@ -116,7 +116,7 @@ class PendingTensors(Generic[Result]):
 
 
 class Pending(PendingTensors[Result]):
-    """A call that may take long: signals are handled while the main thread waits."""
+    """A call that may take long; the main thread handles signals while it waits for the response."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the converted response; raise RemoteError, or an error of :meth:`PendingTensors.wait`."""
+        """Return the converted response. RemoteError if the call failed; else as PendingTensors.wait."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()
@@ -146,9 +146,9 @@ class Pending(PendingTensors[Result]):
 
 
 def gather(calls: Sequence[Pending[Result]], meanwhile: Callable[[], object] = lambda: None) -> list[Result]:
-    """Return the responses of calls, in order, or raise the first error (:meth:`Pending.wait`).
+    """Return the results of :meth:`Pending.wait` in the order of ``calls``; raise the first error at once.
 
-    ``meanwhile`` is called repeatedly while the calls are in progress.
+    ``meanwhile`` is called repeatedly while calls are in progress; it may raise an exception to end the wait.
     """
     waiting = list(calls)
     while waiting:

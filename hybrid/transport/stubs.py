@@ -1,4 +1,4 @@
-"""Stubs of objects on other processes, and the start and end of RPC and sockets."""
+"""Stubs of objects on other processes, and the start and stop of RPC and sockets."""
 
 import os
 import secrets
@@ -78,13 +78,13 @@ class Remote(Generic[Owned]):
         *args: *Arguments,
         timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT,
     ) -> Pending[Result]:
-        """Start a call of a public method of the object. The default timeout is that of :func:`start`."""
+        """Start a call of a public method of the object; :func:`start` sets the default timeout."""
         sent = (self.number, method.__name__, args)
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
 
 
 class RemoteHosted(Remote[Kind]):
-    """A stub of a module that a worker hosts and updates once a step."""
+    """A stub of tables or of a dense net, which a worker hosts and updates once a step."""
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
@@ -101,7 +101,7 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
-        """Start a lookup, by socket unless distributed autograd must record it (``Purpose.TRAIN``)."""
+        """Start a lookup: by RPC for ``Purpose.TRAIN``, for distributed autograd, and by socket otherwise."""
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
@@ -123,7 +123,7 @@ class RemoteNet(RemoteHosted[HostedNet]):
     """A stub of a dense net on a worker."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """Return the net's output for ``hidden_BH``, through which distributed autograd sends gradients."""
+        """Return the net's output, which distributed autograd records; errors as in PendingTensors.wait."""
         sending = _send_of_step(self.role, endpoints.call_net, self.number, ticket.plain, hidden_BH)
         return PendingTensors[Tensor](self.role, sending).wait()
 
@@ -131,14 +131,14 @@ class RemoteNet(RemoteHosted[HostedNet]):
 def create(
     role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing ``cls(*args)`` on ``role``, which imports ``cls``; the result is a stub."""
+    """Start to construct ``cls(*args)`` on ``role``; the result of the call is a stub of the object."""
     number = secrets.randbits(_NUMBER_BITS)
     sending = _send(role, endpoints.create, number, cls, args, timeout_seconds=timeout_seconds)
     return Pending(role, sending, lambda _: Remote(role, number))
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
-    """Construct a module on ``role`` as a ``RemoteModule``; wait, and return its number, for stubs."""
+    """Construct a module on ``role`` as a ``RemoteModule``; return its number; errors as in Pending.wait."""
     # RemoteModule would report an exception of the constructor at the first use only.
     number = create(role, cls, *args, timeout_seconds=rpc.constants.UNSET_RPC_TIMEOUT).wait().number
     with addressed_to(role.rpc_name):
@@ -178,12 +178,13 @@ def start(
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
         timeout_seconds: timeout of calls that do not set one, and of the waits for other roles.
-        constructors: classes whose objects :func:`create` constructs on this process, each with the first
-            arguments of its constructor. The other arguments are in the call.
+        constructors: ``partial(cls, ...)`` with arguments that only this process has. If another process
+            calls :func:`create` for ``cls``, this process adds the arguments of the call.
 
     Raises:
-        ClusterError: a role does not connect, or this process had another rank in an earlier cluster.
-        RuntimeError: torch cannot connect the group.
+        ClusterError: a role does not connect, the interface has no address, or this process had another rank
+            in an earlier cluster.
+        RuntimeError: torch cannot connect the group, or a worker publishes no address in time.
     """
     with suppress(Exception):  # of the earlier cluster
         _leave(timeout_seconds)
@@ -224,7 +225,10 @@ def start(
 
 
 def stop(timeout_seconds: float) -> None:
-    """Wait until all roles call this, then leave the cluster; after the timeout, also raise RuntimeError."""
+    """Wait until all roles call this, then leave the cluster.
+
+    After the timeout, leave and raise RuntimeError. Also raise the error that has ended a socket server.
+    """
     try:
         rpc.api._all_gather(None, timeout=timeout_seconds)
         # Unlike rpc.shutdown, do not wait until references are deleted, which torch does in one cluster only.

@@ -2,13 +2,13 @@
 
 ::
 
-    two lengths        of the sealed head (4 bytes), and of all that follows the lengths (8 bytes)
+    two lengths        of the sealed head (4 bytes), and of the sealed head and tensors together (8 bytes)
     sealed head        a pickle of numbers, text, tuples and lists; it names no class
-    sealed tensors     the bytes of each, in segments if it is huge; none if the tensors are in a block of
-                       shared memory (tensor_blocks.py)
+    sealed tensors     the bytes of each tensor, in segments if it is huge; absent if the tensors are in a
+                       block of shared memory (tensor_blocks.py)
 
-"Sealed" means encrypted and authenticated. Tensors are encrypted in place, and decrypted into their final
-memory. The lengths are not encrypted; if one is wrong, decryption of the rest fails.
+"Sealed" means encrypted and authenticated. Tensors are encrypted from their own memory, and decrypted into
+their final memory. The lengths are not encrypted; if a length is wrong, the decryption fails.
 """
 
 import io
@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 class Frames:
-    """Converts messages to frames and back, at one end of a connection; one thread at a time per direction.
+    """Converts messages to frames and back, at one end; one thread may send while another thread receives.
 
     Args:
         sending, receiving: ciphers of the two directions.
@@ -122,7 +122,7 @@ class Frames:
         return True
 
     def next(self) -> Message | None:
-        """Return the next received message, None if it is incomplete; RejectionError if it is invalid."""
+        """Return the next received message, or None if it is incomplete; RejectionError if it is invalid."""
         if self._end - self._start < _LENGTHS.size:
             return None
         head, length = _LENGTHS.unpack_from(self._received, self._start)

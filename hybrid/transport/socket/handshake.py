@@ -10,13 +10,13 @@
     index, random bytes, proof         ────────►   closes if the proof is wrong
                                        ◄────────   proof
 
-A proof is an empty message, encrypted as the first one of its direction. The key of a direction is derived
-from the secret, random bytes of the run, the names of both roles, and the random bytes of both. So a recorded
-message is valid on no other connection, even if the original never arrives. The random bytes of the run come
+A proof is an empty message, encrypted as the first message of its direction. The key of a direction depends
+on the secret, random bytes of the run, the names of both roles, and the random bytes that both roles sent. So
+a recorded message is valid on no other connection, even if it never arrived. The random bytes of the run come
 from the rendezvous, which has forward secrecy. So the secret alone does not decrypt a recorded connection.
 
-Within a host, the two connect by a Unix socket. With its proof, the trainer sends a descriptor of shared
-memory for large tensors (``tensor_blocks``). A worker stops listening once all trainers are connected.
+Within a host, trainer and worker connect by a Unix socket. With the proof, the trainer sends a descriptor of
+shared memory for large tensors (``tensor_blocks``). A worker stops listening once all trainers are connected.
 """
 
 import json
@@ -50,14 +50,14 @@ MAX_UNAUTHENTICATED = 512
 
 
 def send_bursts_at_once(connection: socket.socket) -> None:
-    """Send small messages without delay, and do not spread the packets of a message over a round trip.
+    """Set a socket to send small messages without delay, and the packets of a message without pauses.
 
-    BBR, the congestion control of some hosts, spreads them. Over a link with a round trip of 10 ms, a message
-    of 400 kB and its response take 20 ms with BBR, and 11 ms with CUBIC or Reno. A connection that begins
-    with BBR continues to spread packets, even after a change to CUBIC.
+    BBR, the congestion control of some hosts, spreads packets over a round trip. With a round trip of 10 ms,
+    a message of 400 kB and its response take 20 ms with BBR, and 11 ms with CUBIC or Reno.
 
     Args:
-        connection: a socket that is not connected yet, or that listens.
+        connection: a socket that listens, or is not connected yet. A connection that begins with BBR
+            continues to spread packets, even after a change to CUBIC.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name in (b"cubic", b"reno"):
@@ -113,7 +113,7 @@ class Identity:
     timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
-        """Return the ciphers to and from another role; ``random`` has the bytes of worker, then trainer."""
+        """Return ciphers to and from another role; ``random`` is the worker's bytes, then the trainer's."""
         own, peer, context = self.role.rpc_name, other.rpc_name, self.run_id + random
         to = self.secret.key(f"socket from {own} to {peer}", context)
         back = self.secret.key(f"socket from {peer} to {own}", context)
@@ -121,7 +121,7 @@ class Identity:
 
 
 class _Peer:
-    """A peer that has connected to a worker, and has not proved yet to be a trainer."""
+    """A peer that has connected to a worker, but has not yet proved that it is a trainer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -130,7 +130,7 @@ class _Peer:
         self._descriptors: list[int] = []
 
     def receive(self) -> bool:
-        """Receive bytes of the hello; return whether it is complete. OSError if the connection is closed."""
+        """Receive bytes of the first message; return whether all are here. OSError after a disconnection."""
         missing = _HELLO.size - len(self._hello)
         received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
         self._descriptors += descriptors
@@ -140,11 +140,11 @@ class _Peer:
         return len(self._hello) == _HELLO.size
 
     def authenticate(self, own: Identity, connected: Collection[Role]) -> tuple[Role, Connection]:
-        """Return the trainer that the peer proved to be, and the connection.
+        """Check the proof; return the trainer and the connection.
 
         Raises:
             RejectionError: the proof is wrong, or the trainer is connected already.
-            OSError, ValueError, IndexError: there is no such trainer, or it sent no valid memory.
+            OSError, ValueError, IndexError: there is no such trainer, or the peer sent no valid memory.
         """
         index, random, proof = _HELLO.unpack(self._hello)
         trainer = own.topology.trainers[index]
@@ -172,6 +172,7 @@ def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connectio
 
     Raises:
         ClusterError: a worker is not reached within the timeout, or another program responds at its address.
+        RuntimeError: a worker publishes no address within the timeout of ``store``.
     """
     connections: dict[Role, Connection] = {}
     for worker in own.topology.workers:
@@ -230,7 +231,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Connection]:
     """Return a worker's connections to all trainers; ClusterError if a trainer does not connect in time.
 
-    If there are more than ``MAX_UNAUTHENTICATED`` peers, the oldest is disconnected.
+    If more than ``MAX_UNAUTHENTICATED`` peers have not sent a proof, the oldest of them is disconnected.
 
     Args:
         store: the store in which the worker publishes its address.

@@ -1,9 +1,9 @@
 """Calls over the connections between trainers and workers.
 
-A trainer reads responses when one of its threads waits for them. A worker has a thread for each trainer,
-which reads calls and executes them. A call returns a future; the thread that completes the future sends the
-response. No thread waits for a trainer that does not read: bytes that the kernel cannot accept yet are
-buffered, and sent later.
+A trainer reads responses when one of its threads waits for a response. A worker has a thread for each
+trainer, which reads calls and executes them. A called function returns a future; the thread that completes
+the future sends the response. No thread waits for a trainer that does not read: bytes that the kernel cannot
+accept yet are buffered, and sent later.
 """
 
 import logging
@@ -45,7 +45,7 @@ class Reply:
         self.is_done = False
 
     def done(self) -> bool:
-        """Whether the response has arrived."""
+        """Return whether the response has arrived, or the call has failed."""
         if not self.is_done:
             self._client.poll()
         return self.is_done
@@ -59,14 +59,14 @@ class Reply:
         return self._tensors
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` with this reply once it is complete."""
+        """Call ``callback`` with this reply once the reply is complete, or at once if it already is."""
         if self.is_done:
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def complete(self, tensors: Sequence[Tensor], error: str | None = None) -> None:
-        """Set the tensors or an error; later calls have no effect."""
+        """Complete the reply with tensors, or with the text of an error; later calls have no effect."""
         if self.is_done:
             return
         self._tensors = tensors
@@ -83,8 +83,8 @@ class SocketClient:
 
     Args:
         connection: owned by this object.
-        timeout_seconds: how long to wait until a call is sent, or for a response. The time between these
-            waits is not limited: a prefetched lookup is sent more than a step before its vectors are needed.
+        timeout_seconds: limit of each wait: until a call is sent, and in ``Reply.wait`` for the response. The
+            time between is not limited: a lookup is sent more than a step before its vectors are needed.
     """
 
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
@@ -102,7 +102,10 @@ class SocketClient:
         self._writable.register(self._connection, select.POLLOUT)
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
-        """Send a call of ``function(plain, tensors)`` to the worker; after an error, the reply fails."""
+        """Send a call of ``function(plain, tensors)``. If sending fails, so does the reply.
+
+        A tensor on a GPU raises ClusterError.
+        """
         reply = Reply(self)
         with self._sending:
             deadline = time.monotonic() + self._timeout_seconds
@@ -140,7 +143,7 @@ class SocketClient:
                     reply.complete((), self._timeout_text)
 
     def _read(self) -> bool:
-        """Read the bytes that have arrived; return whether bytes or the end of the connection arrived."""
+        """Read the bytes that have arrived; return False if there were none and the connection is open."""
         try:
             if not self._frames.receive(self._connection):
                 return False
@@ -176,7 +179,7 @@ class SocketClient:
 
 
 class SocketServer:
-    """The thread that reads a trainer's connection and executes its calls of ``functions``, until closed."""
+    """A thread on a worker that reads a trainer's connection, and executes the calls of ``functions``."""
 
     def __init__(self, connection: Connection, functions: Sequence[ServedFunction]) -> None:
         self._connection, self._frames = connection
@@ -230,7 +233,6 @@ class SocketServer:
                 self._frames.close()
 
     def _read(self) -> None:
-        """Read the bytes that have arrived, and execute the calls in them."""
         self._frames.receive(self._connection)
         while (message := self._frames.next()) is not None:
             try:
