@@ -1,4 +1,7 @@
-"""What a checkpoint of a custom loop holds besides tables: module, optimizers, schedulers and progress."""
+"""What a checkpoint of a custom loop holds besides tables: module, optimizers, schedulers and progress.
+
+A pass is one loop of the script over ``cluster.batches(...)``.
+"""
 
 from __future__ import annotations
 
@@ -258,11 +261,7 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 
 
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
-    """Return whether the stored ``value`` may replace ``current`` in an object of torch.
-
-    Args:
-        has_more: whether a stored dict may have names that ``current`` lacks, if their values are numbers.
-    """
+    """Return whether ``value`` may replace ``current``; ``has_more`` permits new numbers in a dict."""
     if isinstance(current, dict):
         return isinstance(value, dict) and all(
             name in _NOT_LOADED or ((has_more or name in current) and _fits(each, current.get(name, 0.0)))

@@ -20,7 +20,7 @@ _FIELDS = {*NO_NUMBERS, "step", "time"}
 
 
 class ScriptLog:
-    """The log of a script that starts, or resumes after ``step`` steps. Later records are removed.
+    """The log of a script that starts, or resumes after ``step`` steps. Later records are deleted.
 
     Raises:
         ConfigError: see :class:`RunLoggers`.
@@ -47,7 +47,7 @@ class ScriptLog:
             is_repeated: whether the script repeats calls that precede the checkpoint.
 
         Raises:
-            ValueError: a value has the name of a field of all records.
+            ValueError: a value has the name of a field that all records have, such as ``step``.
         """
         if reserved := _FIELDS & values.keys():
             raise ValueError(f"cluster.log: choose another name than {min(reserved)}")

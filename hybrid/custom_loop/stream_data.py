@@ -38,8 +38,8 @@ class StreamData(EncodedData):
         report: receives messages about what is read or waited for.
 
     Raises:
-        ConfigError: ``data.stream`` is none, ``hybrid compare`` cannot repeat it, or a column is invalid.
-        DataError: the first unit is missing, or cannot be read.
+        ConfigError: see :meth:`Cluster.stream`; or ``hybrid compare`` cannot read the rows twice.
+        DataError: the first unit is missing, or cannot be read; methods raise it for later units.
     """
 
     def __init__(self, backend: Backend, report: Callable[[str], object]) -> None:
@@ -156,7 +156,7 @@ class StreamData(EncodedData):
 
         Raises:
             CheckpointError: the checkpoint has no position in a stream, or other columns.
-            DataError: a file of the unit has changed since.
+            DataError: a file of the unit has changed since the checkpoint.
         """
         self._cursor.restore(stored)
         encoder = FeatureEncoder.load(stored.files_folder)

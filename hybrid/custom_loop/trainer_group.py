@@ -50,11 +50,7 @@ class TrainerGroup:
         return [json.loads(each) for each in lines.splitlines()]
 
     def check_equal(self, checksum: int) -> None:
-        """Compare a checksum of the batches that the trainers have read.
-
-        Raises:
-            DataError: trainers read different batches.
-        """
+        """Raise DataError if the trainers have different checksums, since they read different batches."""
         if self.group.size() > 1:
             local = torch.tensor([checksum], dtype=torch.int64)
             if bool((self.gather(local) != local).any()):

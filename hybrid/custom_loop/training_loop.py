@@ -245,7 +245,7 @@ class TrainingLoop:
     def slices(
         self, data: Any, slicing: Slicing, negatives: Mapping[str, Negatives], index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Return an iterator over the slices of pass ``index``, after ``first_sample`` global samples."""
+        """Return an iterator over the slices of pass ``index``; skip ``first_sample`` samples in all."""
         slicing = replace(slicing, tables=self._prefetching, device=self.device)
         num_equal, last = division(data, slicing) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
@@ -282,7 +282,11 @@ class TrainingLoop:
     def training_batches(
         self, slices: Iterator[LocalBatch], before_step: Callable[[], None]
     ) -> Iterator[Any]:
-        """Yield the columns of each micro-batch, and call ``before_step`` before each step."""
+        """Yield the columns of each micro-batch, and call ``before_step`` before each step.
+
+        Raises:
+            RuntimeError: the script did not train on a micro-batch, or has ended the pass by another call.
+        """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
         self.pass_sizes = sizes = PassSizes()
@@ -334,6 +338,9 @@ class TrainingLoop:
 
         They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, a change
         in place does not change the vectors of another call.
+
+        Raises:
+            RuntimeError: gradients are enabled, and the script has no training batch.
         """
         if self._is_trying:
             size = call.module.request(call)[1].num_bags, call.module.embedding_dim

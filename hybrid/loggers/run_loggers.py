@@ -95,8 +95,6 @@ def _load(name: str) -> Callable[[], RunLogger]:
 
 
 class _LoggerThread(threading.Thread):
-    """A thread that makes a logger and calls its methods."""
-
     def __init__(self, name: str, make: Callable[[], RunLogger]) -> None:
         super().__init__(name=name, daemon=True)
         self.failure = ""  # why the logger gets no further calls

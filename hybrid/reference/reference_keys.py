@@ -43,7 +43,7 @@ class ReferenceKeys:
             self._next_row += len(keys)
 
     def count(self, keys: Sequence[int], step: int) -> list[int]:
-        """Count the distinct keys that a step has read, and return the keys that get new rows."""
+        """Add 1 to the count of each of the distinct keys that a step has read; return keys with new rows."""
         step += self.steps_before
         for key in keys:
             self.seen[key] = min(self._count(key, step) + 1, _MAX_COUNT), step

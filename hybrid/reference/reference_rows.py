@@ -34,7 +34,7 @@ _STATE_OF_ROWS = {"rowwise_adagrad": ("sum",), "adam": ("steps",), "adamw": ("st
 
 
 def initial_state(spec: OptimizerSpec, table_RD: Tensor) -> State:
-    """Return zeros of the table's dtype for each optimizer state, by the names of states on workers."""
+    """Return zeros of the table's dtype for each optimizer state, by the name of the state on workers."""
     of_values = {name: torch.zeros_like(table_RD) for name in _STATE_OF_VALUES.get(spec.name, ())}
     of_rows = {name: table_RD.new_zeros(len(table_RD)) for name in _STATE_OF_ROWS.get(spec.name, ())}
     return of_values | of_rows

@@ -3,7 +3,7 @@
 The reference shares no arithmetic with other packages. It uses autograd, ``F.embedding``,
 ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
 same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples of all
-trainers together, unless each trainer has its own net. Then it takes one backward pass. The rows that a step
+trainers together, unless each trainer has its own net. The step takes one backward pass. The rows that a step
 reads are leaf tensors, so gradients have the size of these rows, not of the table (except with ``all_rows``).
 """
 
