@@ -27,7 +27,7 @@ class HybridError(Exception):
 
     @property
     def kind(self) -> type[Exception]:
-        """OutageError if this error, or a HybridError that caused it, is one; else ``type(self)``."""
+        """OutageError if an OutageError caused this error, directly or not; else ``type(self)``."""
         cause = self.__cause__
         is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
         return OutageError if is_outage else type(self)
@@ -87,7 +87,7 @@ class ClusterError(HybridError):
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the name of :attr:`HybridError.kind`, or of another error's class, for :func:`error_class`."""
+    """Return the class name of an error; for a HybridError, the name of its :attr:`HybridError.kind`."""
     return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 
 
@@ -106,14 +106,14 @@ def describe_exception(error: Exception) -> str:
 
 
 def parse_exception(text: str) -> tuple[str, str] | None:
-    """Return class name and message of the innermost exception that is described in a text, or None."""
+    """Return class name and message from the last text of :func:`describe_exception` in ``text``, or None."""
     _, prefix, rest = text.rpartition(_PREFIX)
     kind, _, message = rest.partition(":")
     return (kind, message.removeprefix(" ")) if prefix else None
 
 
 def shorten(text: str) -> str:
-    """Return a message; a message of more than 4,000 characters loses its middle."""
+    """Return ``text``; if it has more than 4,000 characters, an ellipsis replaces its middle."""
     half = _MAX_MESSAGE_CHARACTERS // 2
     return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 

@@ -1,8 +1,8 @@
-"""Folders of checkpoints: their files and manifest, creating them atomically, listing and removing them.
+"""Folders of checkpoints: their names, their manifest, and functions to create, list and remove them.
 
 Each role writes its files into the folder ``step-N.partial``. The master adds the manifest, which lists the
 files, and renames the folder to ``step-N``. An object store cannot rename. There, the roles write into
-``step-N/parts-X``, with X random; the manifest is written last, into ``step-N``, and names that folder.
+``step-N/parts-X``, with X random. The manifest comes last, into ``step-N``, and contains "parts-X".
 docs/checkpoints.md describes every file. The module does not import torch.
 """
 
@@ -77,9 +77,10 @@ class Best(NamedTuple):
 
 
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
-    """Return a Best of ``step`` if its ``metric`` exists and is better than ``best``, else return ``best``.
+    """Return a new Best if ``metrics``, of ``step``, are better than ``best``, else return ``best``.
 
-    Any number is better than NaN. Any number is better than a ``best`` with another metric.
+    Only ``metric`` counts; without it, ``best`` remains. If ``best`` is None, is NaN, or has another metric,
+    any value is better.
     """
     if (value := metrics.get(metric)) is None:  # "none" is no metric
         return best
@@ -92,7 +93,7 @@ def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], st
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a checkpoint."""
+    """The content of the manifest file of a checkpoint, an export or a delta."""
 
     step: int  # optimizer steps taken
     epoch: int  # epochs finished
@@ -105,7 +106,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: StoragePath) -> Manifest:
-        """Read a manifest; CheckpointError if it is missing, invalid or altered."""
+        """Read a manifest file; CheckpointError if missing or invalid, OutageError if the store is down."""
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             _expect(isinstance(document, dict), "it is not an object")
@@ -136,7 +137,7 @@ class Manifest:
 
     @property
     def best(self) -> Best | None:
-        """The best checkpoint of the run so far, if the run keeps one."""
+        """The best checkpoint of the run so far; None if no metric has selected one."""
         values = self.progress.get(BEST)
         return None if values is None else Best(*values)
 
@@ -160,10 +161,10 @@ class Manifest:
                 sync(folder)
 
     def verify(self, folder: StoragePath) -> None:
-        """Compare every file with its checksum; in an object store, only the text files.
+        """Compare every file in ``folder`` with its checksum; in an object store, only the text files.
 
-        The other files of a store are verified when they are fetched. A local file that has not changed since
-        this process has verified it is not read again.
+        The other files of a store are verified when they are fetched. A local file is not read again if this
+        process has verified it, and its size and time have not changed.
 
         Raises:
             CheckpointError: a file is missing or altered.
@@ -241,12 +242,12 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def dense_file(trainer: int) -> str:
-    """Return the name of the file in which a trainer stores its dense net, if it stores one."""
+    """Return the name of the file for the dense net of the trainer with this index."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
 def write_text(folder: StoragePath, name: str, text: str) -> Files:
-    """Write and flush a text file; return its entry for the manifest. CheckpointError on failure."""
+    """Write and flush a text file; return its entry for the manifest. CheckpointError if this fails."""
     content = text.encode()
     with write_errors(folder / name):
         storage.write_bytes(folder / name, content)
@@ -255,7 +256,7 @@ def write_text(folder: StoragePath, name: str, text: str) -> Files:
 
 @contextmanager
 def write_errors(path: StoragePath) -> Iterator[None]:
-    """Convert an OSError in the context to a CheckpointError."""
+    """Convert an OSError in the context to a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -263,19 +264,19 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """Return the error for a file that cannot be written, with the number of missing bytes on a full disk."""
+    """Return the error for a file that cannot be written, with ``missing_bytes`` if the disk is full."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
 
 
 def damage_error(path: StoragePath) -> CheckpointError:
-    """Return the error for a file whose size or checksum differs from the manifest."""
+    """Return the error for a file that is missing, or has another size or checksum than in the manifest."""
     return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
 
 
 def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
-    """Return the first of ``files`` that is missing in the folder or has another size; None if all fit."""
+    """Return the path of the first file that is missing or has another size; None if all ``files`` fit."""
     sizes = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
     paths = ((folder / name, size) for name, (size, _) in files.items())
     return next((path for path, size in paths if sizes.get(path) != size), None)
@@ -287,7 +288,7 @@ def step_folder(run: StoragePathT, step: int) -> StoragePathT:
 
 
 def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
-    """Return the complete checkpoints of a run, newest first; StorageError if their folder is a link."""
+    """Return the folders of a run's complete checkpoints, newest first; StorageError if one is a link."""
     folder = run / _FOLDER
     if isinstance(folder, Path):
         refuse_link(folder)
@@ -305,15 +306,16 @@ def parse_step(folder: StoragePath) -> int:
 
 
 def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of a vocabulary of a run, from the :attr:`Checkpoint.files_folder` of a checkpoint."""
+    """Return the path of a run's vocabulary ``name``, from the files folder of one of its checkpoints."""
     folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy a vocabulary for a checkpoint; return the new files in the checkpoint.
+    """Copy the vocabulary ``source`` for the checkpoint ``folder``; return its entry for the manifest.
 
-    The checkpoints of a run share one copy in the run folder. For these, the result is empty.
+    The checkpoints of a run share one copy, ``name``, in the run folder. For them, the result is empty.
+    CheckpointError if the copy cannot be written.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -334,7 +336,7 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Return an empty folder for the files of a new checkpoint; CheckpointError if ``folder`` exists."""
+    """Return a new folder for the files of checkpoint ``folder``; CheckpointError if ``folder`` exists."""
     if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
         raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):
@@ -347,10 +349,10 @@ def begin(folder: StoragePathT) -> StoragePathT:
 
 
 def commit(partial: StoragePathT, manifest: Manifest) -> StoragePathT:
-    """Complete a checkpoint whose roles have written all files, and return its final path.
+    """Complete a checkpoint whose roles have written all files into ``partial``; return its final path.
 
     Raises:
-        CheckpointError: a file is missing, or the folder cannot be written.
+        CheckpointError: a file is missing, the folder cannot be written, or another run has written it.
     """
     if (path := find_mismatch(partial, manifest.files)) is not None:
         rule = "set run.folder to storage that all hosts share"
@@ -379,7 +381,7 @@ def discard(partial: StoragePath) -> None:
 
 
 def remove(folder: StoragePath) -> None:
-    """Remove a checkpoint. A process that is killed meanwhile leaves an unfinished checkpoint."""
+    """Remove a checkpoint; CheckpointError if this fails. A kill leaves an unfinished checkpoint."""
     with write_errors(folder):
         if isinstance(folder, RemotePath):
             storage.remove(folder / MANIFEST_FILE)
@@ -391,7 +393,7 @@ def remove(folder: StoragePath) -> None:
 
 
 def remove_after(run: StoragePath, step: int) -> None:
-    """Remove all checkpoints of a run after ``step``, all unfinished checkpoints, and all deltas."""
+    """Remove unfinished checkpoints, those after ``step``, and all deltas. CheckpointError if this fails."""
     if isinstance(run, Path):
         refuse_link(run / DELTAS_FOLDER)
     with write_errors(run / DELTAS_FOLDER):

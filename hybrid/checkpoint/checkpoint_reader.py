@@ -1,4 +1,4 @@
-"""The reader of a checkpoint. Any number of workers can load rows: files belong to tables, not to workers."""
+"""Reading of checkpoints, also by more or fewer workers than those that wrote them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MappedRows:
     has_ranges: bool  # whether shards are ranges of rows; otherwise row r is in shard r mod n
 
     def rows_of_shard(self, index: int) -> slice:
-        """Return the numbers of the rows in a shard."""
+        """Return the numbers of the rows in shard ``index``, as a slice of all rows."""
         count = len(self.shards)
         if not self.has_ranges:
             return slice(index, self.num_rows, count)
@@ -52,7 +52,7 @@ class MappedRows:
         return slice(rows.start, rows.stop)
 
     def read(self, rows_N: npt.NDArray[np.int64], with_state: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows with these numbers as "weight"; ``with_state`` adds arrays of optimizer state."""
+        """Return these rows as "weight", and optimizer state if ``with_state``; bfloat16 becomes float32."""
         count = len(self.shards)
         if self.has_ranges:
             shard_N = rows_N * count // self.num_rows
@@ -76,7 +76,7 @@ class MappedRows:
 
 @dataclass(eq=False, slots=True)
 class Checkpoint:
-    """A checkpoint whose files are read on demand."""
+    """A checkpoint, an export or a delta, whose files are read on demand."""
 
     folder: StoragePath
     manifest: Manifest
@@ -85,10 +85,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: StoragePath) -> Checkpoint:
-        """Open one checkpoint, without comparing checksums (:meth:`Manifest.verify` compares them).
+        """Open the checkpoint in ``folder``; compare the sizes of its files, but not their checksums.
 
         Raises:
-            CheckpointError: there is none, or a file is missing or its size differs from the manifest.
+            CheckpointError: there is none, its manifest is invalid, or a file is missing or of another size.
         """
         if not storage.exists(folder / MANIFEST_FILE):
             raise CheckpointError(f"{folder}: there is no checkpoint here")
@@ -105,28 +105,33 @@ class Checkpoint:
 
     @property
     def is_exported(self) -> bool:
-        """Whether ``hybrid export`` has written it."""
+        """Whether ``hybrid export`` wrote it: without optimizer state, in shards that are ranges of rows."""
         return EXPORTED in self.manifest.progress
 
     @classmethod
     def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the newest checkpoint of a run with valid checksums (:meth:`Manifest.verify`).
+        """Open the newest checkpoint of a run whose files have valid checksums.
 
         Args:
-            folder: a run folder, or a checkpoint, which must have valid checksums.
+            folder: a run folder, or a checkpoint, which is then the only candidate.
             log: receives one line about newer checkpoints that are damaged.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: no checkpoint is valid.
         """
         return cls._first_valid(folder, _candidates(folder), log)
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the best checkpoint of a run; if it is damaged or unknown, as :meth:`newest_valid`.
+        """Open the best checkpoint of a run; if it is damaged or unknown, the newest valid one.
 
         Args:
-            folder: may also be the output of ``hybrid export --follow``, whose newest export is opened.
+            folder: a run folder, a checkpoint, an export, or the output of ``hybrid export --follow``, whose
+                newest export is opened.
+            log: receives one line about damaged checkpoints that are skipped.
+
+        Raises:
+            CheckpointError: no checkpoint is valid.
         """
         folder = _newest_export(folder)
         candidates, best = _candidates(folder), None
@@ -167,10 +172,10 @@ class Checkpoint:
         return read_tensors(*self._source(name))
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> MappedRows:
-        """Map the rows of every shard of a table into memory; see :func:`map_arrays`.
+        """Map all shards of a table that does not grow into memory, read-only.
 
         Raises:
-            CheckpointError: the table is missing, or its shape differs.
+            CheckpointError: the table is missing, a file is damaged, or a shape is not as in the arguments.
         """
         shards = [self.map_shard(table, index) for index in range(self.num_shards(table))]
         mapped = MappedRows(shards, num_rows, self.is_exported)
@@ -182,7 +187,7 @@ class Checkpoint:
         return mapped
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
-        """Read all rows of a table in their stored data type; for the errors, see :meth:`map_rows`."""
+        """Read all rows of a table that does not grow, in their data type; errors as in :meth:`map_rows`."""
         mapped = self.map_rows(table, *shape)
         weights = [shard["weight"] for shard in mapped.shards]
         kind = weights[0].dtype
@@ -192,13 +197,16 @@ class Checkpoint:
         return rows_RD
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of one shard from a checkpoint, not an export, with any number of shards.
+        """Copy every ``count``-th row from row ``index`` on, with optimizer state, into a worker's shard.
+
+        The number of stored shards may differ from ``count``. Do not call this on an export, whose shards
+        are ranges of rows. This is not checked.
 
         Args:
-            into: "weight" and optimizer state of shard ``index`` of ``count``, as views.
+            into: "weight" and optimizer state of the shard. Further stored rows are ignored.
 
         Raises:
-            CheckpointError: the table is missing, or its shape or optimizer differs.
+            CheckpointError: the table is missing, has fewer rows, another width, or another optimizer.
         """
         num_shards = self.num_shards(table)
         common = math.gcd(count, num_shards)
@@ -227,7 +235,7 @@ class Checkpoint:
         return self.manifest.tables[table][2]
 
     def map_shard(self, table: str, index: int) -> dict[str, npt.NDArray[Any]]:
-        """Map the arrays of a shard of a table into memory; see :func:`map_arrays`."""
+        """Map the arrays of one file of a table into memory; CheckpointError if it is damaged."""
         name = shard_file(table, index, self.num_shards(table))
         arrays = map_arrays(*self._source(name))
         is_float = "weight" in arrays and arrays["weight"].dtype.kind in "fV"

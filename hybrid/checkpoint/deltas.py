@@ -1,11 +1,11 @@
-"""Deltas of a run: what has changed since a full checkpoint or the last delta, and the list of them.
+"""Deltas of a run: the changes of its model since the last full checkpoint or delta, and their list.
 
-A delta is a folder ``deltas/step-N`` that is written as a checkpoint is. Its files have only changed rows,
-keys that lost their rows, and the dense nets, without optimizer state. ``deltas/current.json`` lists the
-deltas and is replaced after each of them. docs/checkpoints.md describes the files.
+A delta is a folder ``deltas/step-N``, written like a checkpoint. Its files have only changed rows, keys that
+lost their rows, and the dense nets, without optimizer state. ``deltas/current.json`` lists the deltas, and
+is replaced after each new delta. docs/checkpoints.md describes the files.
 
-The identity of a model is a checksum over the files of its checkpoint, or over the files of its delta and
-the identity of its parent. So two models of one step have different identities unless they are equal.
+The identity of a model is a checksum of its step and the files of its checkpoint or delta. For a delta, it
+also covers the identity of the parent, which is the model that the delta changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class DeltaChain:
-    """The content of ``deltas/current.json``. Some of the deltas may be older than the base."""
+    """The content of ``deltas/current.json``: the newest full checkpoint, and deltas before and after it."""
 
     base: ModelVersion  # the model of the newest full checkpoint
     base_checkpoint: str  # :func:`identity_of` this checkpoint
@@ -61,7 +61,7 @@ class DeltaChain:
         return self.deltas[-1] if self.deltas else self.base
 
     def after(self, identity: str) -> Sequence[ModelVersion] | None:
-        """Return the deltas after the model ``identity``; None if the chain lacks the first of them."""
+        """Return the deltas from the model ``identity`` to the last model; None if they are not listed."""
         if identity == self.last.identity:
             return ()
         parents = [delta.parent for delta in self.deltas]
@@ -95,7 +95,7 @@ class DeltaChain:
             raise ValueError("no delta starts from its base")
 
     def write(self, run: StoragePath) -> None:
-        """Replace the chain of a run; CheckpointError if it cannot be written."""
+        """Replace the list of deltas in a run folder by this one; CheckpointError if this fails."""
         folder = run / DELTAS_FOLDER
         document = {"format": _FORMAT, **dataclasses.asdict(self)}
         with write_errors(folder / CURRENT_FILE):
@@ -115,7 +115,7 @@ def identity_of(manifest: Manifest) -> str:
 
 
 class ChangedRows(NamedTuple):
-    """The changes in one file of a table."""
+    """The changes of a table in one file of a delta."""
 
     rows: npt.NDArray[np.int64]  # row numbers, or keys of a growing table, (U,)
     weight: npt.NDArray[Any]  # the new values, (U, D)

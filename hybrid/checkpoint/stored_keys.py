@@ -1,10 +1,13 @@
-"""The keys of growing tables in checkpoints: packing, and reading by any number of workers.
+"""Files of growing tables in checkpoints. A key is the hash of an id; its highest bits are its bucket.
 
-A shard's file has its keys in ascending order, as unsigned numbers. For keys with rows, it has the arrays
-``keys``, ``weight``, the optimizer state, and the two parts of the records in ``key_maps.py``: ``counts`` and
-``last_steps``. For pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. If
-the keys come from an earlier run, steps count from the start of that run. ``steps_before`` is the number of
-steps before this run. An export has only ``keys`` and ``weight``; :func:`map_keys` makes up the other arrays.
+A key is pending until it has a row. The record of a key has the number of steps that read it, and the last
+of these steps (``key_maps.py``). A file has the keys of some buckets, ascending as unsigned numbers:
+
+- keys with rows: ``keys``, ``weight``, optimizer state, and the records, ``counts`` and ``last_steps``;
+- pending keys: ``pending_keys``, ``pending_counts`` and ``pending_last_steps``;
+- ``steps_before``: the number of steps of earlier runs, which ``last_steps`` include.
+
+An export has only ``keys`` and ``weight``.
 """
 
 from __future__ import annotations
@@ -49,12 +52,12 @@ def pack_keys(
     steps_before: int,
     tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a shard's file, in the order of keys.
+    """Return the tensors for the file of a shard, sorted by key.
 
     Args:
         records_R2: key and record of each row; the record of an unused row is negative.
         pending_P2: key and record of each pending key.
-        tensors: rows and optimizer state; each is removed once it is copied, to free its memory.
+        tensors: rows ("weight") and optimizer state. The dict is emptied, to free memory early.
     """
     used = np.flatnonzero(records_R2[:, 1] >= 0)
     rows = used[_order(records_R2[used])]
@@ -70,9 +73,10 @@ def map_keys(
     widths: Widths,
     buckets: range = range(NUM_BUCKETS),
 ) -> Iterator[Arrays]:
-    """Map the files with ``buckets`` of a growing table into memory, and yield their arrays by file.
+    """Yield the arrays of each file with keys in ``buckets``, mapped into memory, in ascending order of keys.
 
-    Keys ascend as unsigned numbers, also from file to file. Files may have more state than ``widths``.
+    A file may also have other keys, and more optimizer state than ``widths``. For an export, missing arrays
+    are made up: each key was read once, at step 1.
 
     Raises:
         CheckpointError: the table is missing, lacks arrays of these widths, or has an invalid file.
@@ -94,7 +98,7 @@ def map_keys(
 
 
 def read_keys(checkpoint: Checkpoint, table: str, buckets: range, widths: Widths) -> Iterator[StoredKeys]:
-    """Yield the keys of a growing table in ``buckets``, file by file; see :func:`map_keys`."""
+    """Yield the keys in ``buckets`` with rows and records, file by file; errors as in :func:`map_keys`."""
     for arrays in map_keys(checkpoint, table, widths, buckets):
         records, part = _join("", arrays, buckets)
         pending, _ = _join(PENDING, arrays, buckets)

@@ -98,11 +98,15 @@ def map_arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Map the named tensors of a file into memory, read-only; pages are read on access.
 
-    This does not use safetensors, whose mapping reserves memory for the whole file. A fetched file must have
-    the checksum ``sha256``. Below the folder ``root``, links to a local file are refused.
+    This does not use safetensors, whose mapping reserves memory for the whole file.
+
+    Args:
+        sha256: the checksum of the file, checked only if the file comes from an object store.
+        root: a folder above a local file; symbolic links below this folder are refused.
 
     Raises:
         CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
+        StorageError: a path is a symbolic link, or the store refuses a request.
     """
     with _opened(path, sha256, root) as local:
         text = read_header(local)
@@ -145,7 +149,7 @@ def _advise(array: npt.NDArray[Any], advice: int) -> None:
 def read_tensors(
     path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
 ) -> dict[str, Tensor]:
-    """Return the named tensors of a file, of any type; arguments and errors as in :func:`map_arrays`."""
+    """Return the named tensors of a file, of any type; arguments and errors are as in :func:`map_arrays`."""
     with _opened(path, sha256, root) as local:
         read_header(local)  # checks its length
         return load_file(local)
@@ -165,7 +169,7 @@ def read_header(local: Path) -> bytes:
 
 @contextmanager
 def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
-    """Yield a local path of a file, fetched from a store and verified; errors become a CheckpointError."""
+    """Yield the local path of a file; fetch and verify a remote file. Errors become a CheckpointError."""
     try:
         with storage.local_copy(path, sha256, root=root) as local, _reading(path):
             yield local
@@ -193,7 +197,7 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | me
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Copy a net's state dict and its optimizer's ``state`` into one flat dict, on the CPU."""
+    """Copy a net's state dict as ``net.NAME``, and optimizer state as ``optimizer.INDEX.KEY``, to the CPU."""
     tensors = {f"net.{name}": tensor for name, tensor in net.items()}
     for index, values in state.items():
         for key, value in values.items():
@@ -203,7 +207,7 @@ def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]
 
 
 def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """Return the arguments of :func:`pack_dense`; CheckpointError if a name is not of its form."""
+    """Return state dict and optimizer state that :func:`pack_dense` packed; CheckpointError if invalid."""
     net = {name.removeprefix("net."): t for name, t in packed.items() if name.startswith("net.")}
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in packed.items():

@@ -364,7 +364,7 @@ class Column:
 
     @property
     def source(self) -> str:
-        """The column of the files that this column is computed from, if there is exactly one."""
+        """The column of the files that this column is computed from; ValueError if there are several."""
         (source,) = self.sources
         return source
 
@@ -376,7 +376,7 @@ class Column:
 def columns_of(
     data: DataSection, sections: Mapping[str, ColumnSection]
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """Return the columns of data.dense and of data.sparse; ConfigError if a section does not fit."""
+    """Return the columns of data.dense and of data.sparse; ConfigError if [columns.NAME] is invalid."""
     for name, section in sections.items():
         if name in data.dense and name in data.sparse:
             rule = "is in data.dense and in data.sparse; rename one of the two, and set its source"
@@ -402,7 +402,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
-    """Return the call of ``grow`` if the table of a column grows; ConfigError if its limit is too small."""
+    """Return a column's call of ``grow``, None if its table is fixed; ConfigError if max_rows is too low."""
     column = _column(data, sections, name)
     call = column.vocabulary
     if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):

@@ -39,7 +39,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Return the first line of each key and section of a valid TOML text, by its dotted name."""
+    """Return the line number, from 1, of each key and section in a valid TOML text, by dotted name."""
     lines: dict[str, int] = {}
     section: list[str] = []
     first, statement = 1, ""
@@ -129,7 +129,7 @@ class Key:
         return ", ".join([kind, *bounds])
 
     def read(self, value: Any) -> Any:
-        """Return a TOML value as the configuration has it; :meth:`check` rejects values of a wrong type.
+        """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
         Lists become tuples. If the key is a list, a single value becomes a tuple, except text with a comma.
         Integers become floats if the key is a float, and text if the key takes numbers. A name with arguments
@@ -152,7 +152,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Return the value in the text of a ``--set``, which is TOML, except that text needs no quotes."""
+        """Return the value after ``=`` in a ``--set``: TOML, or text without quotes."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ class Key:
         return value if is_toml else text
 
     def read_unnamed(self, text: str) -> Any:
-        """Return the value of an argument that is written without its name, brackets and quotes."""
+        """Return the value of an argument without a name; brackets and quotes may be missing, too."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.read(value if isinstance(value, list) or not self.is_list else text)
@@ -215,7 +215,7 @@ def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rul
 
 
 def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name in ``text``, and its arguments as lines of TOML; ConfigError if it is invalid."""
+    """Return name and arguments of "NAME(a = 1)", arguments as lines of TOML; ConfigError if invalid."""
     match = _CALL.fullmatch(text)
     try:
         if match is None:
@@ -306,7 +306,6 @@ class CallSignatures:
         return f"{call.name}({', '.join(arguments)})" if given else call.name
 
     def _read_arguments(self, dotted: str, text: str, name: str, inner: str) -> dict[str, Any]:
-        """Parse and return the arguments in ``inner``, the part of ``text`` between the parentheses."""
         keys = self._keys[name]
         if not inner.strip():
             return {}

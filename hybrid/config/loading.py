@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with a role's ``--set``; ConfigError if a key is invalid or only for the master."""
+    """Return ``config`` with the ``--set`` of a role; ConfigError if only the master may set a key."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -162,7 +162,6 @@ def _find(section: str, name: str) -> Key:
 
 
 def _keys_of(section: str) -> dict[str, Key]:
-    """Return the keys of a section by name; an empty dictionary for an unknown section."""
     kind, dot, _ = section.partition(".")
     return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
 
@@ -211,7 +210,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return the JSON values that a resumed run keeps, by dotted key; if ``is_name_fixed``, only names."""
+    """Return the values that a resumed run must keep, by dotted key; some are names without arguments."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

@@ -287,7 +287,7 @@ class DenseGroupSection:
 
     @property
     def learning_rate(self) -> float | None:
-        """The argument ``lr``; None for the learning rate of [dense]."""
+        """The argument ``lr``; None if there is none, so that the learning rate of [dense] applies."""
         rates = [value for name, _, value in self._options if name.strip() == "lr"]
         return float(rates[-1]) if rates else None
 

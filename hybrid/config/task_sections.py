@@ -162,7 +162,7 @@ class TaskSection:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of the dense net; those of a retrieval task are a user vector and an item vector."""
+        """The number of outputs of the dense net; for retrieval, user vector and item vector together."""
         if self.kind == "retrieval":
             return 2 * int(TYPE_CALLS.parse("type", self.type)["dim"])
         return self.classes if self.kind == "classes" else 1
@@ -202,7 +202,7 @@ def is_lower_better(metric: str) -> bool:
 
 
 def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None:
-    """Raise ConfigError if keys of the tasks, ``data.group`` or ``checkpoint.keep_best`` do not fit."""
+    """Raise ConfigError if tasks, ``data.group`` and ``checkpoint.keep_best`` contradict each other."""
     comparable = []
     for name, task in tasks.items():
         if not re.fullmatch(r"[A-Za-z_][\w-]*", name):

@@ -80,7 +80,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile after ``steps_before``; ConfigError if the run ends before their end."""
+    """Return the steps to profile after ``steps_before`` steps; ConfigError if the run ends before them."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"
@@ -129,7 +129,6 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_stream(config: RunConfig) -> None:
-    """Raise ConfigError if a key contradicts a stream, whose rows are read once, without evaluations."""
     data, train = config.data, config.train
     for key, is_wrong, needed in (
         ("data.format", data.format not in ("csv", "criteo"), "csv or criteo"),
@@ -188,7 +187,7 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError if the delimiter is invalid, or if a label (``value_of``) means both 1 and 0."""
+    """Raise ConfigError for an invalid delimiter, or if a label, after ``value_of``, means both 1 and 0."""
     if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
         raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}
@@ -227,7 +226,6 @@ def _check_dense(config: RunConfig) -> None:
 
 
 def _check_retrieval(config: RunConfig) -> None:
-    """Raise ConfigError if keys contradict a retrieval task, which ranks all items of a fixed table."""
     task = config.retrieval
     if task is None:
         if config.dense.net_call.name == "two_towers":

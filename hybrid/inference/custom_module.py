@@ -35,7 +35,7 @@ class CustomModule(TrainedModule):
     Args:
         name: FILE.py:FUNCTION or package.module:FUNCTION. The function, or class, makes the module. Its
             argument has the attributes ``num_rows`` and ``dense_columns`` of :class:`PreparedData`.
-        in_memory: see :class:`TrainedModule`.
+        in_memory: whether tables are parameters in memory; otherwise rows are read from the files.
 
     Raises:
         ConfigError: there is no such function.
@@ -83,10 +83,10 @@ class CustomModule(TrainedModule):
 
 
 class StoredTable(nn.Module):
-    """A table of a checkpoint, with the arguments and results of ``table`` in a custom training loop.
+    """A module that replaces ``table`` for inference, with equal arguments and results, and stored rows.
 
     Args:
-        rows: a module from ids or keys (ids,) to vectors (ids, D).
+        rows: a module that returns vectors (ids, D) for ids (ids,), or for keys if ``table`` grows.
     """
 
     def __init__(self, table: TableModule, rows: nn.Module, dtype: torch.dtype) -> None:

@@ -43,11 +43,12 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
 
     Args:
         run: a run folder or its URL; the run may start later.
-        trust_code: see :func:`hybrid.load`.
+        trust_code: whether user code of the run may be executed if you have not signed it.
 
     Raises:
         CheckpointError: a checkpoint or delta is damaged.
         ConfigError: the run names code that may not be executed.
+        StorageError: the store refuses a request.
     """
     for model, _ in follow_changes(parse_path(run), trust_code=trust_code):
         yield model
@@ -61,7 +62,7 @@ def follow_changes(
     The changes of a new module are those since its checkpoint.
 
     Args:
-        in_memory: whether tables are in memory and receive the changes. If not, their rows never change.
+        in_memory: whether tables are in memory and receive the changes; otherwise their rows never change.
     """
     follower: _Follower | None = None
     while True:
@@ -87,11 +88,7 @@ def follow_changes(
 
 
 class _Follower:
-    """A module, and the identity of its version in the chain of a run.
-
-    Raises:
-        CheckpointError: the base checkpoint is missing or damaged, or its identity is not the chain's.
-    """
+    """A module that applies the deltas of a run, and the identity of its current version."""
 
     def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool, in_memory: bool) -> None:
         self._run, self._in_memory = run, in_memory

@@ -42,7 +42,7 @@ class Items:
 
     @cached_property
     def names(self) -> pa.LargeStringArray:
-        """The value of each item in the input; ConfigError if the model has only hashes of them."""
+        """The value of each item in the input; ConfigError if the model has only hashes of the values."""
         encoding = self._encoder.sparse[self._ranking.feature]
         if encoding.values is None:
             rule = (
@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Return ``predictions`` with the :meth:`ItemRanking.ranks` of the samples' items as outputs."""
+        """Return ``predictions`` whose output is the number of items that score above the sample's item."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
@@ -77,7 +77,7 @@ class Items:
         return dict(zip(SEARCHED, lists, strict=True))
 
     def write(self, folder: Path) -> list[str]:
-        """Write all items as Parquet; return the file name in a list. For errors, see :attr:`names`."""
+        """Write names and vectors as Parquet; return [file name]. ConfigError if items have only hashes."""
         values = pa.array(self.vectors_ID.float().flatten().numpy())
         vectors = pa.FixedSizeListArray.from_arrays(values, self.vectors_ID.shape[1])
         pq.write_table(pa.table({"item": self.names, "vector": vectors}), folder / ITEMS_FILE)

@@ -55,10 +55,7 @@ def export_program(model: TrainedModule) -> ExportedProgram:
     """Export a model as a program on plain tensors, for any number of samples and ids.
 
     The program computes in the data type of the nets. The model is changed: ``model.autocast`` becomes None,
-    and the parameters of the model no longer require gradients.
-
-    Raises:
-        HybridError: torch cannot export a net.
+    and the parameters of the model no longer require gradients. HybridError if torch cannot export a net.
     """
     model.autocast = None
     samples = Dim("samples")
@@ -148,7 +145,6 @@ _REPLACEMENTS: dict[Any, Any] = {
 
 @contextmanager
 def _export_errors(export_format: str) -> Iterator[None]:
-    """Convert any error of torch's exporter into a HybridError of one line."""
     try:
         yield
     except Exception as error:  # torch and custom nets raise many types
@@ -197,7 +193,6 @@ def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
 
 
 def _outputs(model: TrainedModule) -> list[dict[str, Any]]:
-    """Return the name, type, shape and task of each output of a program."""
     outputs = []
     tasks = model.trained.config.all_tasks
     for output, (name, task) in zip(prediction_names(tasks), tasks.items(), strict=True):

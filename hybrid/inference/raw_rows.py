@@ -46,7 +46,7 @@ class RowBlock(NamedTuple):
 
 
 def table_batch(trained: TrainedRun, columns: Any) -> Batch:
-    """Encode a table in memory; ConfigError if a column is missing, DataError if a value is invalid."""
+    """Encode raw columns; ``columns`` and the errors are as in :meth:`TrainedModule.encode`."""
     try:
         table = pa.table(columns)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -66,6 +66,9 @@ def held_out_rows(
     trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), progress: Callable[[str], None]
 ) -> Rows:
     """Return the test rows of a model's run; prepare the data again if they are no longer cached.
+
+    Args:
+        passthrough: columns of the files to return unchanged: pairs (option that names the column, column).
 
     Raises:
         ConfigError: the run has no test rows, or no files with the columns to pass through.
@@ -128,11 +131,7 @@ class PreparedRows:
 
 @dataclass
 class SourceRows:
-    """Rows of files in the format of the training files.
-
-    Raises:
-        ConfigError: ``text`` is given, but the format is Parquet.
-    """
+    """Rows of files in the format of the training files; ConfigError if ``text`` replaces a Parquet file."""
 
     trained: TrainedRun
     files: Sequence[StoragePath]

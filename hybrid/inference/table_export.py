@@ -42,7 +42,7 @@ SHARD_BYTES = 64 << 20
 
 
 class TableExport:
-    """The tables of a model. Each call of :meth:`write` exports their current rows.
+    """The tables of a model. Each call of :meth:`write` exports them with all changes so far.
 
     The rows come from the files of the model's checkpoint at first, and later from the files of the last
     export. These files stay mapped, so other processes may remove them.

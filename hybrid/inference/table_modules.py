@@ -90,7 +90,7 @@ class MappedTable(nn.Module):
     """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
 
     Args:
-        read: returns, as "weight", the rows with given numbers; in a growing table, with given keys.
+        read: function that returns rows as "weight", for row numbers, or for keys of a growing table.
         dtype: data type of the vectors; ``to`` changes it, as it does for tables in memory.
     """
 
@@ -105,7 +105,7 @@ class MappedTable(nn.Module):
 
     @property
     def keys(self) -> Tensor:
-        """The keys of a growing table, read into memory; see :attr:`GrowingTable.keys`."""
+        """The keys of a growing table, int64, ascending as unsigned numbers; read into memory."""
         return torch.from_numpy(np.concatenate([shard["keys"] for shard in self.shards]))
 
     def forward(self, ids_L: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def load(
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or of another module.
         ConfigError: the run names code that may not be executed.
+        StorageError: the store refuses a request.
     """
     if module is None:
         trained = TrainedRun.read(parse_path(folder), warnings.warn, trust_code)
@@ -210,11 +211,11 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return the outputs, (B, O), or (B,) if O = 1, for columns in the form of :func:`features_of`."""
+        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1. Input bags are Jagged."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
-        """Return all rows of a table, of shape (rows, D)."""
+        """Return all rows of a table, (rows, D); if the table grows, in the order of :meth:`keys`."""
         index = self.table_names.index(table)
         module, spec = self.tables[index], self.table_specs[index]
         if isinstance(module, GrowingTable):
@@ -231,7 +232,7 @@ class TrainedModule(nn.Module):
         return module.keys
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
-        """Make a batch of raw values, in the form that they have in the files of the run.
+        """Convert raw values to a batch; the values are as in the files of the run.
 
         Args:
             columns: a dict of lists or arrays, a pyarrow table, or a pandas data frame. A column with any
@@ -333,10 +334,8 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
     """Return the first ``length`` rows of each bag, padded with zeros, and the number of these rows.
 
-    The result has the shape (bags, length * D + 1). The number is in the last column.
-
-    Args:
-        rows_LD, offsets: see :func:`pool_bags`.
+    ``rows_LD`` and ``offsets`` are as for :func:`pool_bags`. The result has the shape (bags, length * D + 1).
+    The number is in the last column.
     """
     num_bags, dim = offsets.shape[0] - 1, rows_LD.shape[1]
     bag_L = _bag_indices(offsets, rows_LD.shape[0])

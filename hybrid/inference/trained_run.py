@@ -47,8 +47,8 @@ class TrainedRun:
 
         Args:
             warn: receives one line about all damaged checkpoints that are skipped.
-            trust_code: whether to trust a run that the user has not signed; see :func:`load_run_config`.
-            uses_data: whether the data of the run will be read.
+            trust_code: whether to use code and data paths of a run that the user has not signed.
+            uses_data: whether the caller will read the data of the run, whose paths must be signed, too.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged, or has no encoder.
@@ -73,7 +73,7 @@ class TrainedRun:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """The blueprint of the nets and of the tables, each of which is in one shard."""
+        """The specification of nets and tables; each table has one shard."""
         spec = self.encoder.input_spec
         tables = table_specs(self.config, spec)
         unsharded = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
@@ -100,11 +100,7 @@ class TrainedRun:
         return net, remote_net
 
     def _check_shapes(self, files: dict[str, dict[str, Tensor]]) -> None:
-        """Compare the shapes of built-in nets with their files, before memory is allocated for the nets.
-
-        Raises:
-            CheckpointError: the configuration describes nets of other shapes, perhaps huge ones.
-        """
+        """Raise CheckpointError if files do not fit built-in nets, before huge nets take memory."""
         arguments = self.config.dense.net_call.arguments
         layers = max(arguments.get(name, 0) for name in ("cross_layers", "experts", "blocks"))
         num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
