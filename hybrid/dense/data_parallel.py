@@ -152,8 +152,8 @@ def parallel_apply(
 
     Raises:
         ValueError: the sequences differ in length, or this machine does not have a device.
-        Exception: the exception of the first module that failed, after all calls have ended. The message has
-            the traceback. It is a RuntimeError if its type cannot be constructed from a message.
+        Exception: the exception of the first failed module, raised after all calls have ended. Its message
+            has the traceback. RuntimeError replaces a type that cannot be constructed from a message.
     """
     if kwargs_tup is None:
         kwargs_tup = [{} for _ in modules]
@@ -212,7 +212,7 @@ def _call(
 def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
     """Create a replica of ``module`` for each device by :func:`shadow`.
 
-    Replica 0 shares the parameters and buffers that are on its device with ``module``, so in-place changes
+    Replica 0 uses the parameters and buffers of ``module`` that are on the first device, so in-place changes
     reach ``module``. All other parameters and buffers are copies. The backward pass adds up the gradients of
     replicas in the order of ``devices``. If it reaches any parameter, unused parameters get zero gradients.
 

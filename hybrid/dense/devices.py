@@ -13,9 +13,9 @@ from hybrid.errors import ConfigError
 def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     """Return the devices on which a trainer computes; the first one holds its parameters.
 
-    If ``dense.device`` lists devices, return these. For ``auto``, return one GPU of this machine, or the CPU
-    if there is no GPU; for ``cuda``, return one GPU. LOCAL_RANK (which torchrun sets), SLURM_LOCALID, or else
-    the index ``trainer`` selects the GPU. A GPU is any accelerator that torch knows.
+    If ``dense.device`` names or lists devices, return these. For ``cuda``, return one GPU of this machine;
+    for ``auto``, one GPU, or the CPU if there is no GPU. LOCAL_RANK (which torchrun sets), SLURM_LOCALID, or
+    else the index ``trainer`` selects the GPU. A GPU is any accelerator that torch knows.
 
     Raises:
         ConfigError: this machine does not have the device.

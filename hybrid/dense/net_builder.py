@@ -32,7 +32,7 @@ from hybrid.user_code.user_modules import describe_error, load_function
 
 
 def extra_columns(net_name: str) -> int:
-    """Return the number of first-order weights after an embedding: 1 for deepfm and wide_deep, else 0."""
+    """Return how many first-order weights follow an embedding: 1 for deepfm and wide_deep, else 0."""
     return int(net_name in ("deepfm", "wide_deep"))
 
 
@@ -43,9 +43,9 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     ``function(config, input_spec, widths)`` in the user's module. Linear layers use oneDNN if it is faster.
 
     Args:
-        widths: input width of each sparse feature, with :func:`extra_columns`. ``HISTORY_NETS`` take one
-            sequence as the history, and ``two_towers`` takes none. Other built-in nets take each vector of a
-            sequence as a separate feature.
+        widths: input width of each sparse feature, with :func:`extra_columns`; of a sequence, all vectors and
+            the length. ``HISTORY_NETS`` take one sequence as history, and ``two_towers`` takes none. Other
+            built-in nets take each vector of a sequence as a separate feature.
 
     Raises:
         ConfigError: the net needs other columns or widths, or the custom net fails.

@@ -5,7 +5,7 @@
     count, mean    from the sums of 1 and x
     variance       from the sum of (x - mean)^2
 
-The backward pass adds up the gradients that the trainers have of such a sum.
+The backward pass sums gradients over all trainers in the same way.
 """
 
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
 def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.ProcessGroup) -> str | None:
     """Change batch normalizations under DDP to :class:`SyncBatchNorm`, in place.
 
-    Subclasses stay, and so do all layers if the net is compiled, replicated or split.
+    Layers of subclasses stay. All layers stay if the net is compiled, replicated or split.
 
     Args:
         group: all trainers.
@@ -128,7 +128,7 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Within the block, normalize by the samples of this trainer only, and update no running statistics."""
+    """Let batch normalizations in the block use only this trainer's samples, and update no statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield

@@ -150,7 +150,7 @@ class TensorParallel(nn.Module):
 
     Args:
         module: the module to split, in place.
-        mesh: the tensor group, of one dimension.
+        mesh: the one-dimensional mesh of the tensor group.
         plan: how to split submodules, by path; "" is ``module`` itself.
 
     Raises:
@@ -232,8 +232,8 @@ def automatic_plan(stage: nn.Module) -> Plan:
     """Return a plan for one stage of a net; it is empty if no layer can be split.
 
     Two successive linear layers of an ``nn.Sequential``, with only activations between them, form a pair. A
-    pair communicates once, after the second layer (Shoeybi et al. 2019). The outputs of other linear layers
-    are gathered, but layers with one output are not split. All other modules are not split.
+    pair communicates once, after the second layer (Shoeybi et al. 2019). Other linear layers with several
+    outputs are split, and their outputs are gathered. All other modules stay whole.
     """
     styles: dict[str, str] = {}
     for path, module in stage.named_modules():

@@ -6,7 +6,7 @@ For a candidate c, a user is the sum of the clicked items e_t, weighted by their
     user(c) = sum over t of  a(e_t, c) * e_t            a(e, c) = MLP([c, e, c - e, c * e])
 
 The weights are not normalized: a history with many relevant items shows a stronger interest than a history
-with one relevant item, and a softmax would make both equal. The authors' code has the same inputs of a().
+with one relevant item, and a softmax would make both equal. a() has the same inputs in the authors' code.
 The activation of the authors, Dice, depends on the statistics of a batch. A ReLU replaces Dice here, so that
 the score of a sample does not depend on other samples.
 """

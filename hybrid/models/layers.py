@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
-    """Return a linear layer and a ReLU from each width to the next, and an output layer if it has outputs."""
+    """Return linear layers with ReLUs over ``widths``, and a linear output layer if there are outputs."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]

@@ -93,7 +93,7 @@ def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
 
 
 class LastQuery(nn.Module):
-    """A user vector for a candidate: candidate times last query, element by element. Its sum is the score.
+    """A user vector for a candidate: candidate times last query, by element. The elements sum to the score.
 
     Args:
         attention: maps ``history_BTD`` and ``is_item_BT`` to ``queries_BTD``, such as :class:`SelfAttention`.

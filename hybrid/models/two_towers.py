@@ -9,10 +9,10 @@ are negatives more often, which would lower their scores. Subtracting log q in t
     loss(x, i) = -log  exp(s(x, i) - log q(i)) / sum over i and all negatives j of exp(s(x, j) - log q(j))
 
 :func:`in_batch_softmax` takes the items of the other samples as negatives (Yi et al. 2019,
-"Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", section 3). They cost no
-lookups, and q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts. The
-paper estimates q(i) from a stream; any estimate can be passed. :func:`sampled_softmax` takes items that
-``hybrid.Negatives`` draws from all items. So items that are rare in the data are negatives, too.
+"Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", section 3). Such negatives
+cost no lookups. q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts;
+the paper estimates it from a stream. :func:`sampled_softmax` takes items that ``hybrid.Negatives`` draws from
+all items. So items that are rare in the data are negatives, too.
 
 With independent draws from q, the same scores minimize the loss for any N: the scores of a softmax over all
 items (Ma and Collins 2018, "Noise Contrastive Estimation and Negative Sampling for Conditional Models"). So
@@ -96,7 +96,7 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
     An item that is not in the data counts as if it occurred once.
 
     Raises:
-        ValueError: there are no ids, or one is not in 0 to ``num_items - 1``.
+        ValueError: there are no ids, or an id is not in 0 to ``num_items - 1``.
     """
     if not ids.numel() or not 0 <= int(ids.min()) <= int(ids.max()) < num_items:
         raise ValueError(f"ids must be some of 0 to {num_items - 1}")

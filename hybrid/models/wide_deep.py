@@ -31,7 +31,7 @@ class LinearTerm(nn.Module):
 
 
 class WideAndDeepInputs(nn.Module):
-    """Score of the wide part in column 0, followed by the inputs of the deep net.
+    """The interaction of Wide & Deep: the wide score in column 0, followed by the inputs of the deep net.
 
     The vector of a feature is its embedding, of any width, followed by its weight in the wide part.
     """
@@ -48,7 +48,7 @@ class WideAndDeepInputs(nn.Module):
 
 
 class WideHead(nn.Module):
-    """Sum of the wide score in column 0 and each output of ``deep``, which takes the other columns."""
+    """The head of Wide & Deep: the wide score in column 0 plus each output of ``deep`` over other columns."""
 
     def __init__(self, deep: nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class WideAndDeep(DenseNet):
 
     Args:
         num_dense: F, the number of dense features; may be 0.
-        dims: width of the embedding of each feature. Its weight follows, so tables are wider by 1.
+        dims: width of the embedding of each feature. A weight follows it, so tables are wider by 1.
         deep: hidden units of the deep net.
     """
 
