@@ -1,4 +1,4 @@
-"""The task of a cluster's master. Does not import torch."""
+"""The tasks that a command gives to the master of a cluster. Does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import ClassVar, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class TrainTask:
-    """Train and evaluate a model, and leave a run folder."""
+    """A training run, with evaluations, checkpoints and a run folder."""
 
     command: ClassVar = "launch"
     folder: Path
@@ -17,7 +17,7 @@ class TrainTask:
 
 @dataclass(frozen=True, slots=True)
 class CompareTask:
-    """Train some steps on the cluster and in one process, and print the differences."""
+    """A comparison of the same training steps on the cluster and in one process."""
 
     command: ClassVar = "compare"
     steps: int
@@ -26,13 +26,13 @@ class CompareTask:
 
 @dataclass(frozen=True, slots=True)
 class ScriptTask:
-    """Run a script of the user on every trainer."""
+    """A script of the user that runs on every trainer."""
 
     command: ClassVar = "run"
     path: str
     arguments: tuple[str, ...]
     snapshot: Path | None = None  # folder for the state after ``train.max_steps`` steps; None to save none
-    # A folder in which the master records the state for a restart; None if no launcher restarts the script.
+    # A folder in which the master records the script's checkpoint folder, for restarts; None without them.
     scratch: Path | None = None
 
 

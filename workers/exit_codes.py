@@ -1,4 +1,4 @@
-"""Exit codes, causes of failures, and signals: the first saves and stops a run, the second ends it unsaved.
+"""Exit codes, causes of failures, and the signals that stop a training run.
 
 ::
 
@@ -13,8 +13,8 @@
                                       receives the request with ◄────── Ctrl-C: request to the master
                                       the heartbeat, stops as above     Ctrl-C again: ends at once
 
-SIGUSR1, the warning of a scheduler, has the same effect as the first Ctrl-C. A scheduler may send the warning
-to all processes, and more than once. This module does not import torch.
+SIGUSR1, the warning of a scheduler, stops a run like the first Ctrl-C, but with exit code 75. A scheduler may
+send the warning to all processes, and more than once. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Interrupt(KeyboardInterrupt):
 
 
 class ReportedError(ClusterError):
-    """A failure that another process has reported, with the exit code for this process."""
+    """A failure, often reported by another process, with a fixed exit code for this process."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.AGAIN) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class ReportedError(ClusterError):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of the failure of a role that ends with this error."""
+    """Return the cause of a role's failure, from the error that ends the role."""
     if isinstance(error, KeyboardInterrupt):
         return Cause.STOPPED
     if isinstance(error, ReportedError):
@@ -107,9 +107,8 @@ def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
 def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
     """Return AGAIN if a restart of a failed run may help, else FAILED.
 
-    Args:
-        has_stepped: whether the run took a step since its start. An exception or a lack of memory before the
-            first step comes from code or settings and would occur again.
+    ``has_stepped``: whether the run took a step since its start. Before the first step, an exception or a
+    lack of memory comes from code or settings and would occur again.
     """
     is_final = cause is Cause.REFUSED or (cause in (Cause.EXCEPTION, Cause.STARVED) and not has_stepped)
     return ExitCode.FAILED if is_final else ExitCode.AGAIN
@@ -135,10 +134,10 @@ class StopMessage:
 def handling(
     numbers: Iterable[signal.Signals], handle: Callable[[int, FrameType | None], object]
 ) -> Iterator[dict[int, Any]]:
-    """Handle signals during this block of the main thread; yield the previous handlers by number.
+    """Call ``handle`` at each of these signals during this block, which runs in the main thread.
 
-    Ignored signals stay ignored, such as SIGHUP under nohup. If the block sets another handler, that handler
-    stays after the block.
+    Yields the previous handlers by signal number. Ignored signals stay ignored, such as SIGHUP under nohup.
+    If the block sets another handler, that handler stays after the block.
     """
     previous: dict[int, Any] = {
         each: handler for each in numbers if (handler := signal.getsignal(each)) != signal.SIG_IGN
@@ -154,11 +153,11 @@ def handling(
 
 
 class StopRequest:
-    """A request to stop a run, which a signal makes; see :meth:`handling_signals`.
+    """A request to stop a run, made by a signal during :meth:`handling_signals`.
 
     Args:
-        seconds: if the run has not stopped within this time after the request, Interrupt is raised.
-        forward: called at the request.
+        seconds: time from the request to an Interrupt in the block, if the block has not ended by then.
+        forward: called when the stop is requested.
     """
 
     def __init__(self, seconds: float, forward: Callable[[], object] = lambda: None) -> None:
@@ -171,9 +170,10 @@ class StopRequest:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Request a stop at the first signal in this block; a second signal goes to the previous handler.
+        """Request a stop at the first signal in this block, which runs in the main thread.
 
-        SIGUSR1 and STOP_REQUEST also request a stop, but do not count as the first or second signal.
+        A second SIGINT, SIGTERM or SIGHUP goes to the previous handler. SIGUSR1 and STOP_REQUEST never go
+        there, because they may arrive more than once.
         """
         previous_handler = signal.signal(signal.SIGALRM, self._give_up)
         try:
@@ -205,10 +205,10 @@ class StopRequest:
 
 @contextmanager
 def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
-    """Call ``forward(number)`` at each signal in this block: the role reports it to the master.
+    """Call ``forward(number)`` at each signal in this block, so that the role reports it to the master.
 
-    Ctrl-C after another signal ends the role at once. Other signals never do, because a scheduler may send
-    them to all roles, and more than once.
+    If any signal has come before, Ctrl-C ends the role at once. Other signals never do, because a scheduler
+    may send them to all roles, and more than once.
     """
     received = list[int]()
 

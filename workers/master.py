@@ -33,7 +33,11 @@ _HEARTBEAT_SECONDS = 1.0
 def report_cause(
     cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """Report the cause of a failure (:func:`diagnose`) and its exit code to every role; return the cause."""
+    """Stop every role with the cause of a failure (:func:`diagnose`) as the reason; return the cause.
+
+    If the heartbeats report a lost role meanwhile, that loss is the cause. ``code_of`` maps the cause to the
+    exit code of the roles.
+    """
     try:
         cause = diagnose(error, when)
         announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
@@ -43,9 +47,10 @@ def report_cause(
 
 
 def diagnose(error: ClusterError, when: str) -> ClusterError:
-    """Return the error to report, with the text ``when``, such as "at step 12".
+    """Return the error to report: ``error``, with the text ``when``, such as "at step 12", in its message.
 
-    If the loss of a role may be the cause, wait: the thread of the heartbeats then raises a LostRoleError.
+    A self-contained error of another role stays unchanged. If a lost role may be the cause, wait a second, in
+    which the thread of the heartbeats may raise a LostRoleError here.
     """
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)

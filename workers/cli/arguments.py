@@ -65,7 +65,7 @@ _CHECKPOINT_OF_RUN = "run folder, for its best checkpoint, or one checkpoint; a 
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, with the command's name in ``command``; exit with 2 if an argument is invalid."""
+    """Return the options, ``command``, and a script's ``arguments``; exit with 2 if they are invalid."""
     parser, commands = _parsers()
     values = list(sys.argv[1:] if arguments is None else arguments)
     command = next((each for each in values if not each.startswith("-")), None)
@@ -94,7 +94,6 @@ def _path(text: str) -> StoragePath:
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the program, and the parser of each command."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = common.add_mutually_exclusive_group()
     for flag, level, text in (

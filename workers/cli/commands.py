@@ -47,7 +47,7 @@ _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, h
 
 
 class RequestedRun(NamedTuple):
-    """The run that the options of a command name."""
+    """The run that a command starts, resumes, or finds finished."""
 
     config: RunConfig
     folder: StoragePath
@@ -80,7 +80,6 @@ def launch_command(options: argparse.Namespace) -> None:
 
 
 def _by_seed(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each run: with ``--seeds``, each has its own seed and folder."""
     if options.seeds is None:
         return [options]
     if options.seeds < 2:
@@ -153,7 +152,6 @@ def run_command(options: argparse.Namespace) -> None:
 
 
 def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
-    """Return the task of a script; ConfigError if it is not a file."""
     if not Path(path).is_file():
         raise ConfigError("SCRIPT", "is not a file", path)
     return ScriptTask(path, tuple(arguments))
@@ -181,7 +179,7 @@ def _json_output(is_json: bool) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Show a status line while the context imports torch, which takes seconds."""
+    """Show a status line while this block imports torch, which takes seconds."""
     with transient_status() as report_progress, fast_imports():
         report_progress("importing PyTorch")
         yield
@@ -192,13 +190,12 @@ def _read_config(options: argparse.Namespace) -> RunConfig:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Return the overrides from ``--set``, and from other options that set a key."""
     counts = {name: getattr(options, name, None) for name in ("trainers", "workers")}
     return [*options.set, *(f"cluster.{name}={n}" for name, n in counts.items() if n is not None)]
 
 
 def _requested_run(options: argparse.Namespace) -> RequestedRun:
-    """Return the run that the options name, or a new one; ConfigError if the run cannot be started."""
+    """Return the run that ``--resume`` selects, or a new run; ConfigError if it cannot be started."""
     if options.resume not in (None, AUTO):
         if options.config is not None:
             raise ConfigError("--resume", "uses the configuration of its run; use --set to change keys")
@@ -226,7 +223,7 @@ def _requested_run(options: argparse.Namespace) -> RequestedRun:
 
 @contextmanager
 def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
-    """If this block is interrupted, add the saved step and the command to resume to the message."""
+    """If this block is interrupted, raise an Interrupt that names the saved step and how to resume."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -264,7 +261,7 @@ def master_command(options: argparse.Namespace) -> None:
 
 
 def _lead(config: RunConfig, task: Task, secret: Secret) -> None:
-    """Run a task as the master; raise an error as ReportedError, with the exit code of the cluster."""
+    """Run a task as the master; raise a HybridError as ReportedError with the exit code of the cluster."""
     with importing_torch():
         from workers import master
 
@@ -426,7 +423,8 @@ def config_command(options: argparse.Namespace) -> None:
 def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
     """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
 
-    Contradictory variables are refused, because some platforms set RANK and WORLD_SIZE once per node.
+    ConfigError if the variables are missing, contradict each other, or do not fit ``topology``. For example,
+    some platforms set RANK and WORLD_SIZE once per node.
     """
     ranks: dict[str, tuple[int, int]] = {}
     if "RANK" in environment:
@@ -468,11 +466,11 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 
 def master_host(environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0 under torchrun, else an empty string; MASTER_PORT is torchrun's own port."""
+    """Return the host of rank 0 under torchrun, else an empty string. torchrun itself uses MASTER_PORT."""
     return environment.get("MASTER_ADDR", "") if TORCHRUN in environment else ""
 
 
 def end_with_scheduler() -> None:
-    """End this process with its parent if torchrun or srun, which restart all roles, is the parent."""
+    """Under torchrun or srun, end this process when its parent ends: the scheduler restarts all roles."""
     if TORCHRUN in os.environ or SLURM_STEP in os.environ:
         end_with_parent(os.getppid())

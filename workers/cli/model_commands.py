@@ -61,7 +61,10 @@ WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
 def evaluate(
     folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
 ) -> dict[str, Any]:
-    """Print and return the metrics of a trained model on labeled files, or on the test rows of its run."""
+    """Print the metrics of a trained model on labeled files, or, without ``inputs``, on its test rows.
+
+    Arguments and errors are as for :func:`predict`. The result is a summary for JSON, with the metrics.
+    """
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
         if inputs:
@@ -111,22 +114,23 @@ def predict(
 ) -> dict[str, Any]:
     """Write, for each valid row, its number in the input, the columns ``keep``, and its predictions.
 
-    Rows are read, predicted and written in blocks, so the memory does not depend on the number of rows.
+    Rows are read, predicted and written in blocks, so the memory does not depend on the number of rows. The
+    result is a summary for JSON.
 
     Args:
-        inputs: files with or without labels, or "-" for standard input; none for the test rows of the run.
-        output: a CSV or Parquet file, local or in a store, or standard output.
+        folder: a run, of which the best checkpoint is used, or a checkpoint.
+        inputs: files with or without labels; only "-" for standard input; empty for the run's test rows.
+        output: a new CSV or Parquet file, local or in a store, or :data:`STDOUT`.
         keep: columns of the input to write as well.
-        module: for a custom training loop, the name of its module; see :class:`CustomModule`.
+        trust_code: whether to use values of the run that the user has not signed.
+        module: FILE.py:FUNCTION that makes the module of a custom training loop; None for a configured run.
         top_k: the number of best items to write for each row of a retrieval task, instead of a score. The
             input then needs no item column.
 
-    Returns:
-        A summary for JSON.
-
     Raises:
-        ConfigError: the input has no such columns.
-        DataError: the input cannot be read, or has no valid row, or too many invalid ones.
+        ConfigError: the input lacks a column, or an argument does not fit the model.
+        CheckpointError: the run has no valid checkpoint.
+        DataError: the input cannot be read, has no valid row, or has too many invalid rows.
         HybridError: the output exists or cannot be written.
     """
     check_new(output)
@@ -177,7 +181,7 @@ def predict(
 def _standard_input(
     trained: TrainedRun, passthrough: Sequence[tuple[str, str]], item: str, *, at_once: bool
 ) -> SourceRows:
-    """Return the rows of standard input; with ``at_once``, a block may have fewer rows than a full one."""
+    """Return the rows of standard input; with ``at_once``, a block does not wait for further rows."""
     descriptor = 0
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
@@ -191,9 +195,10 @@ def _standard_input(
 
 @contextmanager
 def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
-    """Open a CSV or Parquet file that exists only once it is complete; HybridError if it cannot be written.
+    """Yield a function that appends rows to a CSV or Parquet file; HybridError if it cannot be written.
 
-    Rows for :data:`STDOUT` are not buffered. The process ends if the reader has closed the pipe.
+    The file appears at the end of the block. Rows for :data:`STDOUT` are not buffered; if the reader has
+    closed the pipe, the process exits.
     """
     try:
         if output == STDOUT:
@@ -275,10 +280,10 @@ def export_run(
         formats: one or more of "program", "onnx", "tables" and "items".
         dtype: data type of the tables; None for the data type of their rows. For a narrower type than the
             run's, the metrics before and after the conversion are printed.
-        module: see :func:`predict`.
+        trust_code, module: see :func:`predict`.
 
     Raises:
-        HybridError: the output exists or cannot be written, or packages are missing.
+        HybridError: the output exists or cannot be written, packages are missing, or the model is invalid.
     """
     check_new(output)
     program_export.check_packages(formats)
@@ -301,9 +306,9 @@ def export_run(
 def export_followed(
     run: StoragePath, output: StoragePath, formats: Sequence[str], trust_code: bool = False
 ) -> None:
-    """Export each new model of a run that writes deltas into ``output/step-N``, until the run ends.
+    """Follow a run that writes deltas: export each new model into ``output/step-N``, until the run ends.
 
-    ``current.json`` names the newest folder and is replaced last. The newest two folders are kept.
+    ``output/current.json`` names the newest folder, and is replaced last. The newest two folders are kept.
     """
     program_export.check_packages(formats)
     folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}
@@ -376,7 +381,7 @@ def _narrow(model: TrainedModule, dtype: torch.dtype) -> list[str]:
 
 @contextmanager
 def _new_folder(output: StoragePath) -> Iterator[Path]:
-    """Create a folder atomically: write into the yielded folder, which becomes ``output`` at the end."""
+    """Yield a folder to fill. At the end, it is renamed to ``output``; a store gets copies of its files."""
     is_remote = isinstance(output, RemotePath)
     try:
         parent = None if is_remote else Path(str(output)).parent

@@ -57,9 +57,9 @@ class Hosts:
 class Traffic(NamedTuple):
     """Expected traffic of one lookup and its gradients, between one trainer and each worker."""
 
-    up_bytes_W: Array  # ids and gradients
-    down_bytes_W: Array  # vectors
-    values: float  # values of the vectors, or partial vectors, that the trainer assembles
+    up_bytes_W: Array  # ids and gradients, to each of W workers
+    down_bytes_W: Array  # vectors, from each worker
+    values: float  # number of values in the vectors, or partial vectors, that the trainer assembles
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class Plan:
 
     placement: Placement
     traffic: Traffic
-    transfers: Mapping[str, tuple[int, float]]  # messages and bytes, by name such as "trainer -> worker"
+    transfers: Mapping[str, tuple[int, float]]  # messages and bytes per step, by "SENDER -> RECEIVER"
     trainer_bytes: float  # memory of a trainer
     worker_bytes: float  # memory of the largest worker, with its copy of the rows for a checkpoint
-    host_bytes: float  # memory of all roles of the fullest host
+    host_bytes: float  # memory of the trainers and workers of the fullest host
     network_seconds: float  # time that the busiest network of a host needs for the bytes of a step
 
 
 def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> dict[str, Any]:
-    """Print the placement, traffic and memory; return them."""
+    """Print the placement, traffic and memory; return them for JSON. See :func:`expected_data` for errors."""
     input_spec, means = expected_data(config, ids_per_sample)
     plan = make_plan(config, input_spec, means, hosts)
     transfers = _table("transfer", "messages a step", "MiB a step")
@@ -139,7 +139,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _workers(config: RunConfig, plan: Plan) -> Table:
-    """Return a text table of the workers; consecutive workers with equal values share a line."""
     table = _table("worker", "tables", "rows", "MiB", "MiB moved a step")
     times = config.cluster.trainers * config.train.micro_batches
     moved_W = times * (plan.traffic.up_bytes_W + plan.traffic.down_bytes_W)
@@ -178,14 +177,15 @@ def expected_data(
 ) -> tuple[InputSpec, Mapping[str, float]]:
     """Return the columns of the training samples, and the mean number of ids of each multi-hot feature.
 
-    The synthetic click log, and hashed or growing columns with one id or ``ids_per_sample`` ids, need no
-    files. Other data are prepared, or sampled if they are a stream.
+    If table sizes or numbers of ids depend on the files, the data are prepared. Of a stream, only a sample is
+    read, and the means are empty: each multi-hot feature counts as one id.
 
     Args:
-        ids_per_sample: mean number of ids of every sparse column, if known.
+        ids_per_sample: mean number of ids of every sparse column; None if unknown.
 
     Raises:
-        ConfigError: ``ids_per_sample`` is given for other columns, or a key does not fit the files.
+        ConfigError: a key does not fit the files; or ``ids_per_sample`` is given for synthetic data, a fitted
+            vocabulary, or sections [columns.NAME].
         DataError: the files are invalid.
     """
     data, is_given, vocabulary = config.data, ids_per_sample is not None, config.data.vocabulary_call
@@ -213,7 +213,7 @@ def expected_data(
 def make_plan(
     config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float], hosts: Hosts
 ) -> Plan:
-    """Plan a run; ConfigError if there are more hosts than trainers and workers."""
+    """Return the plan of a run; ConfigError if there are more hosts than trainers and workers together."""
     trainers, workers, lookups = config.cluster.trainers, config.cluster.workers, config.train.micro_batches
     if hosts.count > trainers + workers:
         rule = f"must be at most the {trainers + workers} trainers and workers"
@@ -308,7 +308,7 @@ def traffic(
 
 
 def distinct_rows(num_rows: int, draws: float) -> float:
-    """Return the expected number of distinct rows among ``draws`` ids, with the skew of this module."""
+    """Return the expected number of distinct rows among ``draws`` ids; see this module for their skew."""
     ends = np.unique(np.append(0.0, np.geomspace(1, num_rows, _BLOCKS).round()))
     sizes = np.diff(ends)
     probability = np.diff(np.cbrt(ends / num_rows)) / sizes  # of each row of a block

@@ -56,7 +56,7 @@ def logging_to_stderr(level: Verbosity, *, is_role_log: bool = False) -> Iterato
 
     Args:
         level: QUIET logs errors; NORMAL also warnings; VERBOSE also records of level INFO.
-        is_role_log: whether stderr is the log file of a role. Such a file always has INFO records.
+        is_role_log: whether stderr is the log file of a role, which always has INFO records (VERBOSE: DEBUG).
     """
     global _verbosity
     if is_role_log:
@@ -88,7 +88,7 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a text of several lines without escapes; not for text from files."""
+    """Print lines without escaping their control characters; not for text from files."""
     print(text, end="", flush=True)
 
 
@@ -106,7 +106,7 @@ def visible(text: str) -> str:
 
 
 def data_notes(report: DatasetReport) -> Iterator[str]:
-    """Yield warnings about the rows of a split that affect its metrics."""
+    """Yield lines for the user about skipped rows, missing labels and unknown values of a split."""
     skipped = report.bad_rows
     if skipped.total:
         counts = {reason.replace("_", " "): count for reason, count in skipped.counts.items() if count}
@@ -140,7 +140,7 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
 
 
 def unknown_fractions(unknown: Sequence[UnknownValues]) -> str:
-    """Return a text with the fraction of unknown values by column, largest first; "none" without any."""
+    """Return the fractions of unknown values by column as text, largest first; "none" if all are known."""
     columns = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
     shown = [f"{u.name} {u.fraction:.2%}" for u in columns[:_MAX_COLUMNS]]
     if len(columns) > _MAX_COLUMNS:
@@ -174,16 +174,14 @@ def tolerate_lost_output(
 ) -> Iterator[set[str]]:
     """Keep this process running in the block if stdout or stderr cannot be written.
 
-    A closed descriptor is replaced by one that refuses writes. Otherwise another file could get its number.
+    If stdin, stdout or stderr is closed, a null device that refuses writes takes its descriptor, so that no
+    other file gets it. Yields a set, to which the name of each lost stream is added.
 
     Args:
         command: name of the command, for messages.
-        run_continues: whether the command does more than print.
+        run_continues: whether the command does more than print. If not, a closed pipe is not reported.
         names: what messages call stdout and stderr.
         report_to: descriptor to which messages are written.
-
-    Yields:
-        The names of the lost streams.
     """
     lost: set[str] = set()
 
@@ -221,7 +219,6 @@ def tolerate_lost_output(
 
 
 def _wrap(previous: Any, file: io.FileIO) -> io.TextIOWrapper:
-    """Return ``file`` as a text stream with the settings of ``previous``, or defaults if it is None."""
     return io.TextIOWrapper(
         io.BufferedWriter(file),
         encoding=getattr(previous, "encoding", "utf-8"),

@@ -44,7 +44,7 @@ class TrainingProgress:
     score_name: str  # the metric in ``score``
     score: float
     samples_per_second: float  # over all trainers, since the last log step
-    seconds_left: float  # until the last step; NaN if unknown
+    seconds_left: float  # until the last step; NaN if unknown, unused if ``total_steps`` is 0
     # Time since the last log step by phase (``hybrid.primitives.step_timings.PHASES``).
     phase_seconds: Mapping[str, float]
     numbers: Mapping[str, float] = field(default_factory=dict)  # further numbers for the log
@@ -67,7 +67,6 @@ def _numbers(progress: TrainingProgress) -> list[tuple[str, str]]:
 
 
 def _position(progress: TrainingProgress, form: str = "") -> tuple[str, str]:
-    """Return the step, with numbers in the format ``form``, and the epoch or the unit of a stream."""
     of_total = f"/{progress.total_steps:{form}}" if progress.total_steps else ""
     epoch = f"epoch {progress.epoch}/{progress.epochs}"
     return f"step {progress.step:{form}}{of_total}", visible(progress.unit) or epoch
@@ -78,7 +77,6 @@ def _phases(progress: TrainingProgress) -> list[tuple[str, str]]:
 
 
 def _live_lines(progress: TrainingProgress) -> list[RenderableType]:
-    """Return the bar, then numbers and times by phase, which wrap on a narrow terminal."""
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
@@ -105,7 +103,6 @@ def format_number(value: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Return ``1:02:03``, or ``2:03`` for less than an hour."""
     if not math.isfinite(seconds):
         return "unknown"
     minutes, second = divmod(round(seconds), 60)
@@ -114,10 +111,10 @@ def _clock(seconds: float) -> str:
 
 
 class TerminalView:
-    """Shows a run while the ``with`` block lasts; a quiet command shows warnings and results only.
+    """The output of a run during a ``with`` block. A quiet command prints only warnings and results.
 
-    A verbose command prints plain lines, since log records would break a live region. A console (default:
-    stdout) that is no terminal gets plain lines, too.
+    A terminal shows a live region. Plain lines replace it if ``console`` (default: stdout) is no terminal, or
+    if the command is verbose, because log records would break the region.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -143,7 +140,7 @@ class TerminalView:
             self._live.stop()
 
     def status(self, text: str) -> None:
-        """Show what the run does between steps, such as saving a checkpoint."""
+        """Show what the run does between steps, such as saving a checkpoint, unless the command is quiet."""
         _LOG.info("%s", visible(text))
         if self._live is not None:
             self._draw(Text(visible(text), style="dim"))
@@ -151,7 +148,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show a log step instead of the last log step and the status."""
+        """Show a log step instead of the last log step and the status, unless the command is quiet."""
         self._progress = progress
         if self._live is not None:
             self._draw()
@@ -161,7 +158,7 @@ class TerminalView:
             self._print(Text("  ".join([*head, *(f"{label} {value}" for label, value in pairs)])))
 
     def note(self, text: str) -> None:
-        """Print a line that is not overwritten."""
+        """Print a line that is not overwritten, unless the command is quiet."""
         _LOG.info("%s", visible(text))
         if not self._is_quiet:
             self._print(Text(visible(text)))
@@ -172,7 +169,7 @@ class TerminalView:
         self._print(Text(visible(text)))
 
     def evaluation(self, split: str, step: int, metrics: Metrics) -> None:
-        """Print a line with ``metrics`` of the rows of a split after ``step``."""
+        """Print the metrics of a split, or of a stream unit, after ``step``, unless the command is quiet."""
         numbers = "  ".join(f"{metric_title(name)} {format_number(value)}" for name, value in metrics.items())
         _LOG.info("%s at step %d: %s", split, step, numbers)
         if not self._is_quiet:
@@ -210,7 +207,7 @@ class TerminalView:
 
 @contextmanager
 def transient_status() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a status on stderr until the block ends, if stderr is a terminal."""
+    """Yield a function that shows a status during the block; it has no effect if stderr is no terminal."""
     console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     if not console.is_terminal:
         yield lambda text: None

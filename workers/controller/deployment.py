@@ -1,4 +1,4 @@
-"""Creating tables on workers, and writing checkpoints of all roles; for sessions and scripts."""
+"""Creation of tables on workers, and checkpoints with the parts of all roles, for sessions and scripts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ def deploy_tables(
     """Create the tables of a placement with their initial rows; HybridError if a host has no memory for them.
 
     Returns:
-        A stub of the tables of each worker, and for each table with ``initial`` the number of its rows that
-        were read from there.
+        Stubs by the index of each worker that holds rows. For each table with ``initial``, the number of its
+        rows that workers have read from that source.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
@@ -117,7 +117,6 @@ class HeldCheckpoint:
         return manifest
 
     def _write_files(self, partial: StoragePath) -> Files:
-        """Write all files; wait for every role, also after an error."""
         writers = self.start(partial.absolute())  # other roles have other working directories
         try:
             files: Files = {}

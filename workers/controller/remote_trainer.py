@@ -59,7 +59,7 @@ class TrainerReport:
 
 
 def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:
-    """Return the loader of a trainer's slices. Shuffling and whole groups apply to training rows only."""
+    """Return the loader of a trainer's slices. Only a training loader shuffles rows or keeps groups whole."""
     return BatchLoader(
         dataset,
         batch_size=config.train.batch_size,
@@ -75,7 +75,7 @@ def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_tr
 class Trainer:
     """The object of a job in a trainer process. The master creates it and calls its methods.
 
-    In all methods, ``steps_before`` is the number of steps that the run has taken.
+    In all methods, ``steps_before`` is the number of steps that the run took before the call.
 
     Args:
         placement: the worker of each row.
@@ -145,11 +145,9 @@ class Trainer:
             self._loss = RetrievalLoss(config.retrieval, self._ranking.feature, counts_I, self._group)
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> TrainerReport:
-        """Take ``num_steps`` steps of an epoch of the prepared data set, on this trainer's slices.
+        """Take ``num_steps`` steps on this trainer's slices of the prepared data set, within one epoch.
 
-        Args:
-            epoch: number of earlier passes over the data.
-            first_step: number of earlier steps of this epoch.
+        ``epoch`` is the number of earlier epochs, ``first_step`` the number of earlier steps of this epoch.
         """
         if self._stream is None or self._position != (epoch, first_step):
             self.close()
@@ -160,7 +158,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's lanes of a unit of a stream, after the first ``unit.step`` steps."""
+        """Begin to read this trainer's lanes (partitions) of a stream unit, after ``unit.step`` steps."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -170,8 +168,7 @@ class Trainer:
     def train_on_unit(self, num_steps: int, steps_before: int, until: float = math.inf) -> TrainerReport:
         """Take ``num_steps`` steps of the opened unit, or fewer if the unit ends.
 
-        Args:
-            until: the call ends after the first step that reaches this event time.
+        The call also ends after the first step that reaches the event time ``until``.
         """
         if self._config.data.is_topic:  # read only the steps of this call: later rows may not exist yet
             assert self._stream is not None
@@ -235,7 +232,7 @@ class Trainer:
         return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps, event_time)
 
     def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
-        """Return this trainer's predictions for ``num_steps`` (at least 1) batches of a split.
+        """Return this trainer's predictions for one or more steps of a split, from ``first_step`` on.
 
         In a retrieval task, the call with ``first_step`` 0 also computes the item vectors for later calls.
         """
@@ -260,17 +257,15 @@ class Trainer:
         return Predictions.concatenate(parts)
 
     def describe(self) -> tuple[str, str | None]:
-        """Describe the dense net.
+        """Return a text with the size of the whole dense net and the GPU, if there is one.
 
-        Returns:
-            A text with the number of parameters of the whole net, and the GPU if there is one; and a warning
-            about batch normalization, or None.
+        The second value is a warning about batch normalization, or None.
         """
         gpu = describe_device(self._device, self._config.cluster.trainers)
         return f"{self._num_parameters:,} parameters{gpu}", self._warning
 
     def flush(self) -> None:
-        """See :meth:`Feed.flush`."""
+        """Wait until the workers have received the gradients of all completed steps."""
         self._engine.feed.flush()
 
     def begin_save(self, name: str | None, is_delta: bool = False) -> None:
@@ -294,9 +289,9 @@ class Trainer:
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
-        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if it is of another net.
+        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if that is another net.
 
-        The state of its optimizer is loaded if ``has_state``, else reset.
+        The state of the optimizer is loaded if ``has_state``, else reset. The reading of data ends.
         """
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))

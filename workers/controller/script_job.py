@@ -11,7 +11,7 @@
                                          trains, with the workers
                                    ◄──── end, or an exception
 
-The thread ends with the process of the trainer.
+The script runs in a daemon thread, which does not keep the process of a stopped trainer alive.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ScriptJob:
         self._data: StoragePath | None = None
 
     def run(self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView) -> ExitCode:
-        """Run the script to its end on every trainer."""
+        """Run the script to its end on every trainer; ``data`` prepares the data of the configuration."""
         view.close()  # trainer 0 prints
         task = self._task
         shared = (self._config, replace(task, path=os.path.abspath(task.path)))
@@ -213,7 +213,7 @@ class Script(Backend):
         self._responses.put(response)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write the module into a checkpoint folder, in its state at the step that the script saves."""
+        """Write the module into a checkpoint folder, from the tensors that :meth:`save` has received."""
         return write_tensors(folder, DENSE_FILE, self._dense)
 
     def _run(self) -> None:
@@ -267,7 +267,10 @@ class Script(Backend):
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a Python file as a program, with imports from its folder; HybridError if it exits with an error."""
+    """Run a Python file as a program, with imports from its folder; HybridError if it exits with an error.
+
+    ``sys.argv`` and the search for modules stay changed.
+    """
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))
     FolderFinder.search(Path())

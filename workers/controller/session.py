@@ -71,7 +71,7 @@ class Session:
         input_spec: the features of a batch.
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
-        data_folder: a prepared data set; None for a stream.
+        data_folder: the folder of the prepared data set; None for a stream.
         encoder: the encoder of a stream; without it, numbers and ids stay unchanged.
         encoder_folder: folder with the encoder of a stream, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
@@ -236,7 +236,7 @@ class Session:
 
         Args:
             metrics: of the last evaluation, for the manifest.
-            progress, reports: see :meth:`RunCounts.pack`.
+            progress, reports: further numbers and tensors to store; see :meth:`RunCounts.pack`.
             in_background: whether roles copy their parts, if the workers have enough memory.
         """
         progress = {**progress, **self._own_progress()}
@@ -293,13 +293,13 @@ class Session:
         return lambda partial: [w.call(JobObject.write, partial, timeout_seconds=bulk) for w in writers]
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, to continue training; CheckpointError if it is of another model."""
+        """Load a checkpoint, to continue training; RemoteError if a role finds another model in it."""
         self.restore(stored)
         self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
 
     def restore(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, to evaluate it; CheckpointError if it is of another model."""
+        """Load a checkpoint, to evaluate it; RemoteError if a role finds another model in it."""
         path = stored.folder.absolute()  # other roles have other working directories
         step, bulk = stored.manifest.step, BULK_TIMEOUT_SECONDS
         calls = [each.call(HostedModule.load, path, step, timeout_seconds=bulk) for each in self.hosted]
@@ -355,12 +355,12 @@ class Session:
 
 
 class DatasetSession(Session):
-    """A session that trains and evaluates on a prepared data set.
+    """A session that trains and evaluates on a prepared data set; ConfigError if a held-out split is empty.
 
     ``StreamSession`` inherits the evaluation, and sets the attributes itself.
 
     Attributes:
-        ended_unit: the name of the unit of a stream that has ended, until the caller removes it.
+        ended_unit: the name of a unit of a stream that has ended, until the caller sets it to an empty text.
         is_delta_due: whether the event time of the last step of a stream makes a delta due.
         steps_per_epoch: number of steps of a pass over all training samples.
         reports: reports of the samples of each split.
@@ -409,7 +409,7 @@ class DatasetSession(Session):
         )
 
     def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
-        """Take steps of one epoch on all trainers, after the first ``steps_before`` steps of the run.
+        """Take steps of one epoch, after ``steps_before`` steps of the run; return each trainer's report.
 
         A session of a stream takes fewer steps if rows are missing or a delta is due.
         """
@@ -419,7 +419,7 @@ class DatasetSession(Session):
 
     @property
     def unit(self) -> StreamUnit | None:
-        """The unit of a stream that is read; None between two units, and for prepared data."""
+        """The unit of the stream that trainers read; None between two units, and for prepared data."""
         return None
 
     def is_ready(self, step: int) -> bool:
@@ -451,7 +451,7 @@ class DatasetSession(Session):
             yield self._on_trainers(timeout, Trainer.evaluate, split, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint; CheckpointError if its model differs, DataError if its samples differ."""
+        """Load a checkpoint; DataError if its samples differ, RemoteError if a role finds another model."""
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.files_folder / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None

@@ -39,9 +39,12 @@ def filesystem_id() -> str:
 
 
 def check_folder(key: str, file: StoragePath, content: bytes, writes: bool, master: str) -> None:
-    """Check on a role that ``file`` has the same content as on the host ``master``.
+    """Check, on a role, that ``file`` has the ``content`` that it has on the master's host.
 
-    If the role ``writes`` into the folder of the configuration key ``key``, it must be able to do so.
+    Args:
+        key: the configuration key of the folder, for errors.
+        writes: whether the role must also be able to write into the folder.
+        master: the name of the master's host, for errors.
 
     Raises:
         DataError, CheckpointError: the file is missing or different, or the folder cannot be written.
@@ -79,7 +82,10 @@ class SharedFolders:
             _check(_DATA_KEY, manifest, files.read_bytes(manifest), dict.fromkeys(trainers, False))
 
     def check_run(self, run: StoragePath) -> None:
-        """Check that all roles see the run folder, and that roles that write checkpoints can write there."""
+        """Check that all roles see the run folder, and that roles that write checkpoints can write there.
+
+        RemoteError if a role fails the check; CheckpointError or StorageError if the master cannot write.
+        """
         if not self.remote_roles:
             return
         content = secrets.token_hex(_TOKEN_BYTES)

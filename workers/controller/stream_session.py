@@ -110,9 +110,9 @@ class StreamSession(DatasetSession):
         return self._cursor.unit
 
     def is_ready(self, step: int) -> bool:
-        """Return whether there are rows for step ``step + 1``; the trainers then read their unit.
+        """Return whether there are rows for step ``step + 1``. If a unit begins, let the trainers open it.
 
-        If there are none, wait for a moment. If the stream has ended, set ``total_steps`` to ``step``.
+        Without rows, wait for a moment. If the stream has ended, set ``total_steps`` to ``step``.
         """
         cursor = self._cursor
         self.is_delta_due = False
@@ -167,14 +167,17 @@ class StreamSession(DatasetSession):
         return cursor.pack()
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, and continue in the stream where it was taken; see :meth:`Session.load`."""
+        """Load a checkpoint, and continue at its position in the stream; errors as in :meth:`Session.load`.
+
+        CheckpointError if it has no such position; DataError if files of its unit have changed.
+        """
         self._cursor.restore(stored)
         if self.unit is not None:
             check_unchanged(self.unit.files)
         Session.load(self, stored)
 
     def _share(self, encoder: FeatureEncoder) -> StoragePath | None:
-        """Write the encoder where workers find it, if the run has an initial model; return the folder."""
+        """Write the encoder for the workers if the run has an initial model; return its folder, else None."""
         if not (self.config.train.initial or any(t.initial for t in self.config.tables.values())):
             return None
         text = encoder.to_json().encode()

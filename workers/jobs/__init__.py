@@ -1,6 +1,6 @@
 """The jobs of the master: training and comparison; ``workers.controller.script_job`` has the job of a script.
 
-Begin with ``training_job``. ``checkpoint_schedule`` decides when checkpoints are written and which are kept,
-and counts the samples, seconds and skipped steps that they store. ``comparison`` trains twice and measures
-the difference. ``run_summary`` makes ``result.json`` and the lines at the end of a run.
+Begin with ``training_job``. ``checkpoint_schedule`` decides when checkpoints are written and which are kept.
+It also counts samples, seconds and skipped steps. ``comparison`` trains twice and measures the difference.
+``run_summary`` makes ``result.json`` and the lines at the end of a run.
 """

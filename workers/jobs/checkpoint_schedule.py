@@ -69,18 +69,18 @@ class Interval:
 
     @property
     def loss(self) -> float:
-        """Mean over the steps."""
+        """Mean loss of the steps."""
         return math.fsum(loss for report in self._by_rank for loss in report.losses) / self.num_steps
 
     def score(self, task: TaskSection) -> float:
-        """Return the score of the first task, from predictions made before training on their samples."""
+        """Return the main metric of the first task, from predictions before each step; NaN without labels."""
         outputs_N = torch.cat([report.outputs for report in self._by_rank])
         labels_N = torch.cat([report.labels for report in self._by_rank])
         has_label_N = ~labels_N.isnan()
         return score(task, outputs_N[has_label_N], labels_N[has_label_N])
 
     def progressive_metrics(self) -> dict[str, float]:
-        """Return the metrics of a binary first task, from the predictions of :meth:`score`."""
+        """Return the metrics of a binary first task, from the same predictions as :meth:`score`."""
         metrics = ProgressiveMetrics()
         for report in self._by_rank:
             metrics.add(report.outputs, report.labels)
@@ -89,7 +89,7 @@ class Interval:
 
 @dataclass
 class RunCounts:
-    """The counts of a run."""
+    """The counts of a run that its checkpoints store."""
 
     samples: int = 0
     seconds: float = 0.0  # time of the trainers for these samples
@@ -133,10 +133,9 @@ class RunCounts:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
-        """Return the counts that :meth:`pack` has packed, or zero counts if ``values`` has none.
+        """Return the counts that :meth:`pack` has packed, or zero counts if ``values`` is empty.
 
-        Raises:
-            CheckpointError: another version of hybrid has packed them.
+        CheckpointError if another version of hybrid has packed the counts.
         """
         if not values:
             return cls()
@@ -225,7 +224,7 @@ class Checkpoints:
 
         Args:
             is_evaluated: whether ``now.metrics`` belong to this step.
-            is_waiting: whether the run waits for rows. A checkpoint is then due by time only.
+            is_waiting: whether the run waits for rows. Then ``every_steps`` does not make a checkpoint due.
         """
         if now.is_delta_due:
             self.finish()
@@ -254,10 +253,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> bool:
-        """Wait for the pending checkpoint or delta, if any; return whether one was pending.
-
-        If it could not be written, a warning is shown.
-        """
+        """Wait for the pending checkpoint or delta; warn if it fails. Return whether one was pending."""
         if self._pending is None:
             return False
         with self._warn_on_failure(self._pending.step):
@@ -268,8 +264,8 @@ class Checkpoints:
         """Write the last checkpoint of a run unless it exists; CheckpointError if writing fails.
 
         Args:
-            is_stopped: whether the run has stopped before its end. Then the last evaluation may be of an
-                earlier step, so it cannot be the best, and deltas may follow.
+            is_stopped: whether the run has stopped before its end. Then ``best`` does not change, because the
+                last evaluation may be of an earlier step; and deltas may follow after a resume.
         """
         self.finish()
         self._write_delta(now)
@@ -317,7 +313,7 @@ class Checkpoints:
         return bool(now.is_delta_due or is_due_by_time or is_due_by_steps)
 
     def _write_delta(self, now: TrainingState) -> None:
-        """Write a delta before a full checkpoint, which servers that follow the run then need not read."""
+        """Write a delta before a full checkpoint: then followers of the run need not read the checkpoint."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()
@@ -430,6 +426,5 @@ class Checkpoints:
             self.session.meanwhile()
 
     def _choose_best(self, now: TrainingState, best: Best | None) -> Best | None:
-        """Return the current evaluation if it is better than ``best``, else ``best``."""
         metric = self.section.keep_best
         return checkpoint_folders.choose_best(best, metric, now.metrics or {}, now.step)

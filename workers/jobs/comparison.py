@@ -97,9 +97,8 @@ class Difference:
 def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence[str] = ()) -> Snapshot:
     """Return the tables, the nets of all trainers, the remote net, and the optimizer state of a cluster.
 
-    Args:
-        names, remote_names: names of the parameters of the dense net and of the remote net, in order. The
-            snapshot leaves out a net without names.
+    ``names`` and ``remote_names`` name the parameters of the dense net and of the remote net, in order. A net
+    without names is left out.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
@@ -282,7 +281,10 @@ class Comparison:
 def judge(
     view: TerminalView, compared: Sequence[Difference], dtype: str, result: Path, metrics: Sequence[str] = ()
 ) -> None:
-    """Print and write the differences; DifferenceError if one exceeds rounding in ``dtype``."""
+    """Print and write the differences; DifferenceError if one exceeds rounding in ``dtype``.
+
+    ``result`` is the JSON file to write; ``metrics`` are lines to print below the differences.
+    """
     num_same = sum(each.largest == 0 for each in compared)
     failed = [each for each in compared if each.ratio > 1]
     verdict = "the results differ" if failed else "the results are equal up to rounding"
@@ -333,7 +335,6 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
 
 
 def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch, ...]]:
-    """Yield the local batches of all trainers for each step, epoch after epoch."""
     loaders = [make_loader(config, dataset, i, is_training=True) for i in range(config.cluster.trainers)]
     for epoch in itertools.count():
         with ExitStack() as stack:
@@ -344,7 +345,6 @@ def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch
 def _stream_slices(
     config: RunConfig, units: Sequence[tuple[StreamUnit, FeatureEncoder]]
 ) -> Iterator[tuple[Batch, ...]]:
-    """Yield the local batches of all trainers for each step, unit after unit."""
     num_trainers = config.cluster.trainers
     for unit, encoder in units:
         empty = Batch.empty(*encoder.input_spec.sizes)

@@ -23,7 +23,7 @@ PATIENCE = "train.patience"  # this key can end a run before its last step
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended."""
+    """The last step, metrics, best evaluation and counts of a finished run."""
 
     session: DatasetSession
     step: int
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The result for result.json."""
+        """The content of result.json."""
         step, metrics = self.tested or (None, {})
         return {
             **metrics,

@@ -42,10 +42,10 @@ def is_patience_over(
     start: int = 0,
     undefined: Sequence[int] = (),
 ) -> bool:
-    """Whether a run ends after ``step`` because its last evaluations were not better than the best one.
+    """Return whether a run ends after ``step``, because enough evaluations have not improved on ``best``.
 
-    The step determines the count of evaluations, so a resumed run ends at the same step. If no evaluation
-    is the best, evaluations after ``start`` count. Evaluations at the steps ``undefined`` do not count.
+    The step determines the count of evaluations, so a resumed run ends at the same step. If ``best`` is None,
+    all evaluations after step ``start`` count. Evaluations at the steps ``undefined`` do not count.
     """
     every = train.eval_every_steps or steps_per_epoch
     best_step = start if best is None or math.isnan(best.value) else best.step
@@ -85,10 +85,9 @@ class Training:
         self._is_stop_announced = False
 
     def run(self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView) -> ExitCode:
-        """Train, evaluate, and write checkpoints and results.
+        """Train, evaluate, and write checkpoints and results; ConfigError if a resumed run has finished.
 
-        Returns:
-            DONE, or the exit code of a requested stop.
+        Return DONE, or the exit code of a requested stop.
         """
         loggers = RunLoggers(self._config, view.warn)
         stored = self._find_checkpoint(view)
@@ -128,7 +127,7 @@ class Training:
             return self._finish(session, view)
 
     def _find_checkpoint(self, view: TerminalView) -> Checkpoint | None:
-        """Return the newest valid checkpoint of a resumed run; None if there is no checkpoint at all."""
+        """Return the newest valid checkpoint of a resumed run; None for a new run, or if there is none."""
         if not self._task.resume:
             return None
         if not checkpoint_folders.list_checkpoints(self._run):
@@ -254,7 +253,6 @@ class Training:
             self._profile = self._folder.write_profile(session.take_profile())
 
     def _log_ended_unit(self, session: DatasetSession, view: TerminalView) -> None:
-        """Log the metrics of the unit of a stream, if one has ended."""
         name = session.ended_unit
         session.ended_unit = ""
         if not name or not self._is_binary:
@@ -266,7 +264,7 @@ class Training:
         view.evaluation(name, self._step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """Prepare the next call: if a stop is requested during the call, the view announces ``step``."""
+        """If a stop is requested during the next call, show that the run stops after ``step``."""
 
         def announce() -> None:
             if self._stop.is_requested and not self._is_stop_announced:
