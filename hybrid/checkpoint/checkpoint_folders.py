@@ -418,7 +418,7 @@ def remove_after(run: StoragePath, step: int) -> None:
 
 
 def prune(run: StoragePath, keep_last: int, best_step: int | None) -> None:
-    """Remove all checkpoints of a run except the ``keep_last`` newest and the best one."""
+    """Remove all but the ``keep_last`` newest checkpoints and the best one; CheckpointError if this fails."""
     folders = list_checkpoints(run)
     best = None if best_step is None else step_folder(run, best_step)
     for folder in folders[keep_last:]:

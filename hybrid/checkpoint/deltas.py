@@ -146,7 +146,7 @@ def read_changes(delta: Checkpoint, table: str, num_rows: int | None, dim: int) 
         num_rows: number of rows; None if the table grows.
 
     Raises:
-        CheckpointError: the table is missing, or a file is not of this table.
+        CheckpointError: the table is missing, or a file has invalid changes or another shape.
     """
     changes = []
     for index in range(delta.num_shards(table)):

@@ -86,7 +86,7 @@ def check_packages(formats: Sequence[str]) -> None:
 
 
 def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> list[str]:
-    """Write ONNX with the names of the model's inputs; return the names of the files.
+    """Write a program as ONNX, with inputs named as in ``model``; return the names of the files.
 
     Raises:
         HybridError: ONNX lacks an operator of a net, or an output would have the name of an input.

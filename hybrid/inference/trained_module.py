@@ -126,7 +126,7 @@ class TrainedModule(nn.Module):
     - ``dense``: the numeric columns, (samples, columns).
     - ``NAME`` of a categorical column: its ids, (samples,). If samples have any number of ids, the value is a
       :class:`hybrid.Jagged`, or a tensor of all samples' ids, with int64 ``NAME.offsets`` (samples + 1).
-    - ``NAME.weights``: the weights of the ids, a Jagged or a tensor as the ids; the offsets are the same.
+    - ``NAME.weights``: the weights of the ids, a Jagged or a tensor like the ids, with the same offsets.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
     regression. With several tasks, names start with the task, as in ``click.probability``. For retrieval, the
