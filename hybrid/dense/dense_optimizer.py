@@ -76,7 +76,6 @@ def make_optimizer(
 def _sections_by_parameter(
     names: Iterable[str], sections: Mapping[str, DenseGroupSection], is_remote: bool
 ) -> dict[str, str]:
-    """Return the section of each parameter, by the parameter's name; most parameters have no section."""
     prefix = _REMOTE if is_remote else ""
     members = {f"{prefix}{name}": name for name in names}
     section_of: dict[str, str] = {}
@@ -168,7 +167,7 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Load state by parameter index, but no options; CheckpointError if a shape does not fit."""
+        """Load state by parameter index, no options; CheckpointError with ``folder`` if a shape differs."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
             # State is a scalar, or has the elements, rows or columns of its parameter.

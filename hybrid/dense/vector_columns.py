@@ -104,8 +104,6 @@ class ColumnLayout:
 
 
 class _WithoutLengths(nn.Module):
-    """Passes selected columns of ``pooled_BE`` to an interaction."""
-
     kept_H: Tensor
 
     def __init__(self, interaction: nn.Module, kept: Sequence[int]) -> None:

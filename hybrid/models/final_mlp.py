@@ -30,7 +30,7 @@ class FeatureGate(nn.Module):
 
 
 class BilinearFusion(nn.Module):
-    """Logits of two vectors: a linear form of each, and a bilinear form of their ``num_heads`` slices.
+    """Logits of two vectors: a linear form of each, and a bilinear form of each of ``num_heads`` slices.
 
     Raises:
         ValueError: ``num_heads`` does not divide both widths.

@@ -1,4 +1,4 @@
-"""MMoE, multi-gate mixture of experts: several tasks share expert nets, each with its own gate.
+"""MMoE, multi-gate mixture of experts: several tasks share expert nets, and each task has a gate.
 
 Ma et al. 2018, "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
 section 4. There are N expert nets f_n over the same inputs. Each task k has a gate g_k that mixes their
@@ -30,7 +30,7 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """A mean of the outputs of experts with softmax weights that depend on the inputs."""
+    """A weighted mean of the experts' outputs. The weights are a softmax of a linear map of the inputs."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()

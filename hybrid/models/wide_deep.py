@@ -18,7 +18,7 @@ from hybrid.models.layers import output_mlp
 
 
 class LinearTerm(nn.Module):
-    """The wide part: the weights of the sparse features, plus a linear map of the dense features."""
+    """The wide part: the sum of the sparse features' weights, plus a linear map of the dense features."""
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()

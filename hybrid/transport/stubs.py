@@ -101,7 +101,7 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
-        """Start a lookup: by RPC for ``Purpose.TRAIN``, for distributed autograd, and by socket otherwise."""
+        """Start a lookup: by RPC for ``Purpose.TRAIN``, since autograd records it; otherwise by socket."""
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
@@ -138,7 +138,10 @@ def create(
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
-    """Construct a module on ``role`` as a ``RemoteModule``; return its number; errors as in Pending.wait."""
+    """Construct a module on ``role`` as a ``RemoteModule``; return its number, for a :class:`Remote`.
+
+    Raises the errors of :meth:`Pending.wait`.
+    """
     # RemoteModule would report an exception of the constructor at the first use only.
     number = create(role, cls, *args, timeout_seconds=rpc.constants.UNSET_RPC_TIMEOUT).wait().number
     with addressed_to(role.rpc_name):

@@ -12,7 +12,7 @@
 
 A proof is an empty message, encrypted as the first message of its direction. The key of a direction depends
 on the secret, random bytes of the run, the names of both roles, and the random bytes that both roles sent. So
-a recorded message is valid on no other connection, even if it never arrived. The random bytes of the run come
+a recorded message is valid on no other connection, even if it was not delivered. The run's random bytes come
 from the rendezvous, which has forward secrecy. So the secret alone does not decrypt a recorded connection.
 
 Within a host, trainer and worker connect by a Unix socket. With the proof, the trainer sends a descriptor of

@@ -162,7 +162,6 @@ class SocketClient:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Shut the connection down, and fail all open calls."""
         self._failure = self._failure or reason
         with suppress(OSError):  # it is closed already
             self._connection.shutdown(socket.SHUT_RDWR)
