@@ -1,4 +1,4 @@
-"""Bags of ids: the requests of a lookup, pooling, and the gradients of rows."""
+"""Bags of ids, each pooled into one vector: the requests of a lookup, pooling, and gradients of rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
 def has_marks(items: Sequence[Item]) -> bool:
-    """Whether the last item is :data:`MARKS`."""
+    """Return whether the last item is :data:`MARKS`."""
     return bool(items) and items[-1][0] == MARKS[0]
 
 
@@ -53,7 +53,7 @@ PackedItem: TypeAlias = tuple[int, str, bool, bool]
 
 
 def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
-    """Split items into plain values and tensors, for :func:`unpack_items`."""
+    """Split items into plain values and tensors for a message, without ``winners_BD``."""
     packed: list[PackedItem] = []
     tensors: list[Tensor] = []
     for group, (ids_L, offsets, weights_L, pooling, _) in items:
@@ -63,7 +63,7 @@ def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
 
 
 def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> list[Item]:
-    """Undo :func:`pack_items`."""
+    """Return the items that :func:`pack_items` has split."""
     rest = iter(tensors)
     items = []
     for group, pooling, has_offsets, has_weights in packed:
@@ -75,7 +75,7 @@ def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> lis
 
 
 def ids_dtype(num_rows: int) -> torch.dtype:
-    """Return the dtype of ids of a table: int32 if ``num_rows`` fits, else int64."""
+    """Return the dtype for ids of a table: int32 if it can represent ``num_rows``, else int64."""
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
 
 
@@ -96,7 +96,7 @@ def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
 
 
 def pool_vectors(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Like :func:`pool_and_record`, with the vector of each id in place of the matrix."""
+    """Like :func:`pool_and_record`, but ``vectors_LD`` has the vector of each id of ``bags``."""
     order_L = torch.arange(len(vectors_LD), dtype=bags.ids_L.dtype)
     pooled_BD, of_order = pool_and_record(vectors_LD, bags._replace(ids_L=order_L))
     if of_order.winners_BD is None:
@@ -124,7 +124,7 @@ def concatenate(parts: list[Bags]) -> Bags:
 
 
 class GroupedBags:
-    """Bags and their distinct rows: the input for sums of gradients, without the gradients.
+    """Bags grouped by distinct row: the input of :class:`RowGradients` besides the gradients.
 
     Args:
         grouped: the result of :func:`kernels.group_ids` for the ids of ``bags``.
@@ -170,10 +170,10 @@ class RowGradients:
         self._all_UD: Tensor | None = None
 
     def sum_block(self, first: int, last: int, scale: float = 1.0) -> tuple[Tensor, float]:
-        """Return the gradients of ``rows_U[first:last]``, times ``scale``, and the sum of all their values.
+        """Return the scaled gradients of the rows ``rows_U[first:last]``, and the sum of the unscaled values.
 
-        The second result is the sum before scaling. It is finite if all values are finite, unless it
-        overflows. Scale a block only once: after :meth:`sum_all`, the block is scaled in place.
+        The sum is a test for values that are not finite. It is finite if all values are, unless it overflows.
+        Scale a block only once: after :meth:`sum_all`, the block is scaled in place.
         """
         if self._all_UD is None:
             block_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
@@ -187,7 +187,7 @@ class RowGradients:
         """Add ``rate * (scale * gradient)`` to the rows ``rows_U[first:last]`` of a table, in one pass.
 
         Returns:
-            The sum of all values of the gradients; see :meth:`sum_block`.
+            The sum of all values of the unscaled gradients; see :meth:`sum_block`.
         """
         return self._sum(first, last, self._grad_BD[:0], table_RD.numpy(), scale, rate)
 
@@ -212,7 +212,7 @@ class RowGradients:
         )
 
     def select(self, rows_U: Tensor) -> RowGradients:
-        """Return a copy whose i-th row has the number ``rows_U[i]``; drop rows whose number is negative."""
+        """Return a copy with ``rows_U`` as the new numbers of the rows; a negative number drops a row."""
         selected = copy(self)
         is_kept_U = rows_U >= 0
         selected.rows_U = rows_U[is_kept_U]
@@ -229,7 +229,7 @@ class RowGradients:
         return selected
 
     def sum_all(self) -> Tensor:
-        """Return the gradients of all rows; later calls of :meth:`sum_block` return views of them."""
+        """Return the gradients of all rows, (U, D). Later calls of :meth:`sum_block` return views of them."""
         if self._all_UD is None:
             self._all_UD = self.sum_block(0, len(self.rows_U))[0]
         return self._all_UD

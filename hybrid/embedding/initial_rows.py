@@ -32,10 +32,10 @@ _BLOCK_VALUES = 1 << 20
 
 
 def fill_random_rows(out_RD: Tensor, table: TableSpec, seed: int, index: int = 0, count: int = 1) -> None:
-    """Fill the rows ``index``, ``index + count``, ... of a table with random values.
+    """Fill ``out_RD`` with random values for the rows ``index``, ``index + count``, ... of a table.
 
-    Each value is a hash of seed, table name, row and column (SplitMix64 as a counter; Steele et al. 2014). So
-    every placement has the same table, and each worker computes only its rows.
+    Each value is a hash of seed, table name, row and column (SplitMix64; Steele et al. 2014). So the values
+    do not depend on the placement, and each worker computes only its rows.
     """
     num_rows, dim = out_RD.shape
     block = max(1, _BLOCK_VALUES // dim)
@@ -46,10 +46,10 @@ def fill_random_rows(out_RD: Tensor, table: TableSpec, seed: int, index: int = 0
 
 
 def random_rows(rows_U: npt.NDArray[np.uint64], table: TableSpec, seed: int) -> Tensor:
-    """Return random values for ``rows_U``, (U, dim), float32 or float64; see :func:`fill_random_rows`.
+    """Return random values for ``rows_U``, (U, dim); float64 if ``table.init`` is "normal", else float32.
 
     Args:
-        rows_U: numbers of the rows; for a growing table, their keys.
+        rows_U: numbers of the rows in the table; for a growing table, their keys.
     """
     dim, scale = table.dim, table.init_scale
     if table.init == "zeros":
@@ -65,12 +65,12 @@ def random_rows(rows_U: npt.NDArray[np.uint64], table: TableSpec, seed: int) -> 
 
 
 def random_salt(seed: int, table: str) -> int:
-    """Return the number that :func:`random_rows` adds to the counter of each value."""
+    """Return a hash of seed and table name, from 0 to 2**64 - 1, that seeds the table's random numbers."""
     return (seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64
 
 
 def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: int, count: int) -> int:
-    """Fill the rows ``index``, ``index + count``, ... of a table, if the source of the table has them.
+    """Fill those of the rows ``index``, ``index + count``, ... of a table that ``table.initial`` has.
 
     Args:
         tensors: "weight" and the optimizer state of these rows. The state is filled if
@@ -80,7 +80,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
         The number of filled rows, not counting row 0 of the table (in prepared data, for missing values).
 
     Raises:
-        DataError, CheckpointError: the source cannot be read, or does not fit the table.
+        DataError, CheckpointError, ConfigError: the source cannot be read, or does not fit the table.
         StorageError: a file cannot be fetched.
     """
     find = _row_finder(table, index, count)
@@ -99,7 +99,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
 def assign_stored(
     table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write stored rows, and state if ``table.has_initial_state``; CheckpointError if shapes differ."""
+    """Write stored rows, and state if ``table.has_initial_state``; CheckpointError if they do not fit."""
     for name in tensors if table.has_initial_state else ["weight"]:
         if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
@@ -108,7 +108,7 @@ def assign_stored(
 
 
 def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
-    """Yield the rows in the source of a table; for errors, see :func:`read_initial_rows`."""
+    """Yield all rows of the source ``table.initial``; for errors, see :func:`read_initial_rows`."""
     if table.is_initial_by_position:
         return matrix_blocks(table.initial, (table.num_rows, table.dim))
     from hybrid.embedding import saved_tables  # imports pyarrow, which other tables do not need
@@ -119,14 +119,14 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
 
 
 def saved_table(table: TableSpec) -> SavedTable:
-    """Open the source of ``table``: a table of a checkpoint, or of exported tables."""
+    """Open ``table.initial_table`` in a checkpoint or export; for errors, see :func:`read_initial_rows`."""
     from hybrid.embedding import saved_tables
 
     return saved_tables.open_tables(parse_path(table.initial))[table.initial_table]
 
 
 def keys_of(keys: Any) -> npt.NDArray[np.int64]:
-    """Convert the keys of :class:`SavedRows` to keys of a growing table."""
+    """Return the keys of a growing table for ``SavedRows.keys``: an array itself, or hashes of texts."""
     from hybrid.data.values.canonical import compute_keys
 
     if isinstance(keys, np.ndarray):
@@ -137,7 +137,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function from the keys of a block to rows of shard ``index``; -1 for keys without a row."""
+    """Return a function from the keys of a block to rows of shard ``index``, or -1 if the shard has none."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
@@ -180,7 +180,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Map a growing table's keys to rows of shard ``index`` with the values ``texts``; -1 for other keys."""
+    """Map keys of a growing table to rows of shard ``index``, or -1. ``texts`` has the shard's values."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

@@ -5,7 +5,8 @@ fixed order, so results for the same input are bit-identical. Bounds are not che
 beside the source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
 
 The permutation ``order_L`` sorts the ids of a lookup stably: ``ids_L[order_L]`` ascends. For U distinct ids,
-``starts_V`` (U + 1) has the bounds of the runs of equal ids in the sorted ids.
+``starts_V`` (U + 1) has the bounds of the runs of equal ids in the sorted ids. An address is the number of a
+row among the rows of several tables and workers.
 """
 
 from collections.abc import Callable
@@ -52,9 +53,9 @@ def compiled(*signatures: str) -> Callable[[Function], Function]:
 def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Callable[..., Any]]:
     """Prefetch the cache lines of a row in a contiguous matrix.
 
-    Hardware prefetching follows streams, not lists of rows. A row beyond the matrix does no harm, since a
-    prefetch does not read. Kernels must call this intrinsic directly. A function around it, even if inlined,
-    changes a reference count for each row, which takes longer than adding the row.
+    Hardware prefetching follows streams, not lists of rows. A row beyond the matrix does no harm, since the
+    processor ignores invalid addresses. Kernels must call this intrinsic directly. A function around it, even
+    if inlined, changes a reference count for each row, which takes longer than adding the row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -102,7 +103,7 @@ def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write addresses: ``bases_KS[k, id % n] + id // n`` for table k with ``n = counts_K[k]`` shards."""
+    """Write each address: ``bases_KS[k, id % n] + id // n`` for table k with ``n = counts_K[k]`` shards."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -135,8 +136,10 @@ def write_bag_addresses(
     """Like :func:`write_addresses`, for bags: sample by sample, and within a sample feature by feature.
 
     Args:
-        offsets: where each bag starts, feature by feature (features * B + 1).
-        bases_FS: first address of each shard; negative to leave out the ids of a shard.
+        offsets: where each bag of ``ids_L`` starts, feature by feature, for all K features (K * B + 1).
+        features_F: indices of the features to write.
+        bases_FS, counts_F: first address of each shard, and number of shards, of each feature's table. A
+            negative address leaves out the ids of its shard.
         out_L: receives the addresses; must be large enough for all ids of these features.
         out_offsets: receives where each bag of ``out_L`` starts (B * F + 1).
         out_positions: receives the position of each id in ``ids_L``; not written if empty.
@@ -174,7 +177,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
     The sort is a stable radix sort, which is linear in the number of ids.
 
     Args:
-        num_rows: upper bound of the ids; every id is less.
+        num_rows: upper bound of the ids; every id is less. ``KEYS_END`` sorts ids as unsigned numbers.
     """
     size = len(ids_L)
     keys, other_keys = ids_L, np.empty_like(ids_L)
@@ -218,7 +221,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
 
 @compiled("int32[::1](int32[::1], int32[::1])")
 def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
-    """Return for each id its index among the distinct ids."""
+    """Return for each id of a lookup its index among the distinct ids."""
     ranks_L = np.empty_like(order_L)
     for u in range(len(starts_V) - 1):
         for i in range(starts_V[u], starts_V[u + 1]):
@@ -263,7 +266,7 @@ def sum_rows(
     scale: float,
     rate: float,
 ) -> float:
-    """Sum, for each distinct id, the gradients of its bags, in order; write the sums, or update a table.
+    """Sum the gradients of each distinct id over its bags, in order; write the sums, or update a table.
 
     Args:
         starts_V: bounds of the runs of equal ids in ``sources_L``, for a block of the distinct ids.
@@ -276,7 +279,7 @@ def sum_rows(
         table_RD: if given, ``table_RD[rows_U] += rate * (scale * sums)`` is computed in the same pass.
 
     Returns:
-        The sum of all sums. It is finite if all values are finite, unless it overflows.
+        The total of all sums, unscaled. It is finite if all gradients are finite, unless it overflows.
     """
     dim = grad_BD.shape[1]
     sum_D, total_D = np.empty(dim, grad_BD.dtype), np.zeros(dim, grad_BD.dtype)
@@ -339,9 +342,9 @@ def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Wo
     """Compute ``table_RD[rows_U] = part_UD`` in bfloat16; round each value up or down at random.
 
     The probability of a neighbor falls linearly with its distance, so the expected result is the value. A
-    random number of 16 bits is added to the bits of the value as float32, whose lower half is then
-    cut off. Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite,
-    unless it is a float64 beyond the range of float32, which becomes infinity.
+    random number of 16 bits is added to the bits of the value as float32. Then the lower 16 bits are cut off.
+    Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite, unless it is
+    a float64 beyond the range of float32, which becomes infinity.
 
     Args:
         seeds_U: for each row, the state of a SplitMix64 generator. Each of the generator's numbers rounds

@@ -5,11 +5,11 @@ s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so
 worker with the first range would get most of the traffic. The keys of a growing table are hashes, so each of
 its shards holds a range of keys.
 
-A worker that pools receives all ids, sends one vector per sample and feature, and receives as many gradients.
-For a split table, this applies to each of its workers. A trainer that pools requests each distinct row once,
-and sends the sum of the row's gradients. Which side moves fewer bytes depends on how often samples repeat
-rows. Equally likely ids have the most distinct rows, so they give an upper bound of the bytes that trainers
-move.
+A worker that pools receives every id of its rows, and sends one vector per sample and feature. It receives as
+many gradients. So each worker of a split table sends and receives a vector per bag. A trainer that pools
+requests each distinct row once, and sends the sum of the row's gradients. Which side moves fewer bytes
+depends on how often samples repeat rows. The estimate takes all ids as equally likely. Real ids have fewer
+distinct rows, so trainers move at most as many bytes as estimated.
 """
 
 import math
@@ -36,7 +36,7 @@ MIN_SPLIT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows ``index``, ``index + count``, ``index + 2 * count``, ... of one table, on one worker."""
+    """Rows ``index``, ``index + count``, ... of a table (if it grows, keys in ``buckets``) on one worker."""
 
     table: TableSpec
     worker: int
@@ -45,7 +45,7 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows at the start; 0 for a growing table."""
+        """Number of rows; 0 for a growing table."""
         return (self.table.num_rows - self.index + self.count - 1) // self.count
 
     @property
@@ -60,7 +60,7 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows and their optimizer state; for a growing table, with ``max_rows`` rows."""
+        """Bytes of rows and optimizer state; of a growing table, with ``max_rows`` rows (0 without limit)."""
         num_rows = self.table.expected_rows // self.count if self.table.growth else self.num_rows
         return num_rows * bytes_per_row(self.table)
 
@@ -140,7 +140,7 @@ class Placement:
         return tuple(groups)
 
     def locations(self) -> Mapping[str, Sequence[Location]]:
-        """Return the locations of the shards of each table, in the order of the workers."""
+        """Return the locations of the shards of each table by table name, in the order of the workers."""
         locations: dict[str, list[Location]] = defaultdict(list)
         for worker in range(self.num_workers):
             for number, group in enumerate(self.groups(worker)):
@@ -158,7 +158,7 @@ def bytes_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
-    """Return the bytes that a table moves per sample: ids, vectors and gradients."""
+    """Return the bytes of ids, vectors and gradients of a table per sample, if workers pool its bags."""
     ids = vectors = 0.0
     for feature in table.features:
         mean = ids_per_sample.get(feature, 1.0)
@@ -168,12 +168,12 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
 
 
 def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
-    """Return, for each kind of pooling, the mean number of ids per bag of each pooled feature of a table.
+    """Return, for each kind of pooling, the mean number of ids per bag of each feature that a table pools.
 
     A trainer that pools requests the rows of each kind of pooling separately.
 
     Args:
-        ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
+        ids_per_sample: mean number of ids of each multi-hot feature. Other features have one id, unpooled.
     """
     means: dict[Pooling, list[float]] = defaultdict(list)
     for name in table.features:
@@ -184,7 +184,7 @@ def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooli
 
 
 def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
-    """Return the mean number of ids and the number of vectors per sample, of features without pooling."""
+    """Return mean ids and vectors per sample, summed over a table's features without pooling."""
     ids = 0.0
     vectors = 0
     for name in table.features:
@@ -204,7 +204,7 @@ def should_trainers_pool(
 ) -> bool:
     """Return whether trainers pool the bags of a table.
 
-    With ``pooled_by`` "auto", they pool if this moves under half the bytes. Trainers always do max pooling
+    With ``pooled_by`` "auto", they pool if this more than halves the bytes. Trainers always do max pooling
     for a split table: the gradient goes to the first of equal values in a bag, and a worker with some of the
     rows cannot tell which value is first. Trainers always pool the bags of growing tables, so that workers
     receive each key once.
@@ -212,7 +212,7 @@ def should_trainers_pool(
     Args:
         num_shards: number of workers that hold the table.
         ids_per_sample: see :func:`bag_ids`. If the table has no feature in it, workers pool.
-        samples: number of samples of a trainer's lookup; 0 if unknown.
+        samples: number of samples of a trainer's lookup; 0 if unknown. With "auto", workers then pool.
         wire_bytes_per_value: bytes of each sent value; None if values are sent as they are stored.
     """
     if table.growth is not None:
@@ -249,10 +249,10 @@ def place(
 ) -> Placement:
     """Place tables on workers, balancing bytes and traffic, and decide which side pools bags.
 
-    The largest tables are placed first (Graham's LPT rule, 1969). Each table goes to the worker that
-    minimizes the sum, over workers, of the squared fractions of bytes and of traffic. With placement "auto",
-    a table is split over all allowed workers in two cases: it grows, or its bytes exceed the mean bytes per
-    worker and are at least ``MIN_SPLIT_BYTES``.
+    Tables with the most bytes and traffic are placed first (Graham's LPT rule, 1969). Each table goes to the
+    worker that minimizes the sum, over workers, of the squared fractions of bytes and of traffic. With
+    placement "auto", a table is split over all allowed workers in two cases: it grows, or its bytes exceed
+    the mean bytes per worker and are at least ``MIN_SPLIT_BYTES``.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.

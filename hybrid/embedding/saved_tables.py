@@ -1,8 +1,8 @@
-"""Stored rows by feature value, in blocks: tables of checkpoints, exports and Parquet files.
+"""Readers of stored rows and their feature values, in blocks: checkpoints, exports and Parquet files.
 
-The encoder of a checkpoint or an export has the values of its rows. Files are mapped into memory, and values
-are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values as
-in the data, and a column of vectors (lists of numbers).
+In a checkpoint or an export, the file of the encoder has the value of each row. Files are mapped into memory,
+and values are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values
+as in the data, and a column of vectors (lists of numbers).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class SavedTable:
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
-        """Yield all rows and their optimizer state, in the order of their numbers.
+        """Yield all rows and optimizer state, ordered by row or key. The table must have ``encodings``.
 
         Args:
-            bounds: new bounds for a column of buckets; other columns ignore them. Each new bucket gets the
-                row of the stored bucket that holds the new bucket's middle.
+            bounds: bucket bounds in the new model, used only for a column of numbers in buckets. Each new
+                bucket gets the row of the stored bucket that holds the middle of the new bucket.
 
         Raises:
             CheckpointError, DataError: a file cannot be read, or its rows differ from the expected ones.
@@ -103,7 +103,7 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the number of the stored row for each row of a column of buckets with the bounds ``wanted``.
+    """Return, for each row of a column with the bucket bounds ``wanted``, the number of a stored row.
 
     Each bucket gets the row of the stored bucket (bounds ``stored``) that holds the middle of the bucket.
     Row 0, for missing values, stays row 0.
@@ -113,7 +113,7 @@ def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt
 
 
 def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
-    """Return the tables of a checkpoint or an export, by name; read no other content.
+    """Return the tables of a checkpoint or an export, by name, without reading rows or values.
 
     Raises:
         CheckpointError, DataError, ConfigError: the folder is neither, or one of its files cannot be read.

@@ -1,4 +1,4 @@
-"""Blocks of stored rows, and readers of matrices in files, whose rows are found by position.
+"""Blocks of stored rows, and readers of matrices in files. A row of a matrix has no key but its position.
 
 A matrix is a tensor in a safetensors file or in a NumPy file (``.npy``). A source is a path or URL;
 ``path#name`` selects one of several tensors of a safetensors file. A file in an object store is fetched.
@@ -54,10 +54,10 @@ def read_shape(source: str) -> tuple[int, ...]:
 
 
 def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
-    """Yield the rows of a matrix of floating-point values.
+    """Yield the rows of a matrix, which must have ``shape``, in blocks.
 
     Raises:
-        DataError, StorageError: see :func:`open_matrix`; or the matrix has another shape.
+        DataError, StorageError: the matrix has another shape, or an error of :func:`open_matrix`.
     """
     with open_matrix(source) as (stored_shape, rows):
         num_rows, dim = stored_shape
@@ -72,7 +72,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
 
 
 def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
-    """Return the read function for a :class:`SavedRows` of rows in memory, without optimizer state."""
+    """Return the function ``read`` of :class:`SavedRows` for rows in memory without optimizer state."""
     return lambda index: {"weight": rows_BD[index]}
 
 
@@ -119,5 +119,5 @@ def open_matrix(source: str) -> Iterator[tuple[tuple[int, ...], _Rows]]:
 
 
 def _to_array(rows_BD: Tensor) -> npt.NDArray[Any]:
-    """Return rows as an array; NumPy has no bfloat16."""
+    """Return rows as an array; bfloat16 becomes float32, since NumPy lacks it."""
     return (rows_BD.float() if rows_BD.dtype == torch.bfloat16 else rows_BD).numpy()

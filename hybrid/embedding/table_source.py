@@ -18,7 +18,7 @@ class LookupRequest(NamedTuple):
 
 
 class TableSource(Protocol):
-    """The tables of one worker, or a stub of them."""
+    """The tables of one worker, or a stub that sends the calls to the worker."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingResult[list[Tensor]]:
         """Return the vectors of each item, once the updates that the ticket requires are applied.
@@ -27,9 +27,9 @@ class TableSource(Protocol):
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
 
-        Rows in bfloat16 are sent as int16, unless all vectors for training are rounded. Autograd computes no
-        gradients of integers. So for ``Purpose.TRAIN``, the result ends with a tensor of zeros of the same
-        shape for each int16 tensor. The gradient of these zeros is the gradient of the rows.
+        Rows in bfloat16 are sent as int16, unless vectors for training are rounded to a wire type. Autograd
+        computes no gradients of integers. So for ``Purpose.TRAIN``, the result ends with a tensor of zeros
+        of the same shape for each int16 tensor. The gradient of these zeros is the gradient of the rows.
         """
 
     def send_gradients(
@@ -38,6 +38,7 @@ class TableSource(Protocol):
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            attached: a lookup in the same message, whose vectors are the result; without it, the result is
-                empty. With it, the receiving thread may apply an update that these gradients complete.
+            attached: a lookup to send in the same message. The result is then the vectors of this lookup,
+                else an empty list. With an attached lookup, the receiving thread may apply an update that
+                these gradients complete.
         """

@@ -136,7 +136,7 @@ class TableSpec:
 
     @property
     def address_key(self) -> AddressKey:
-        """The key of the table's address space. Tables of one width share a space, except growing tables."""
+        """The key of the table's address space: equal for all tables of one width, unless they grow."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:
@@ -162,11 +162,11 @@ class TableSpec:
 
     @property
     def width(self) -> int:
-        """Number of values per sample: in a vector, or in the vectors of a sequence plus its length."""
+        """Values per sample, for a table from :meth:`for_feature`: all vectors, and a sequence's length."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
-    """Return the table of each sparse feature, with its pooling or sequence, in feature order."""
+    """Return the result of :meth:`TableSpec.for_feature` for each sparse feature, in feature order."""
     table_of = {feature: table.for_feature(feature) for table in tables for feature in table.features}
     return [table_of[feature.name] for feature in input_spec.sparse_features]

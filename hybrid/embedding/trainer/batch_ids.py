@@ -73,7 +73,7 @@ class BatchIds:
     def pooling_weights(
         self, pooling: Pooling, is_weighted: bool, is_partial: bool = False
     ) -> tuple[Pooling, Tensor | None]:
-        """Return the pooling to compute, and the weight of each id or None.
+        """Return the pooling to compute, and the weight of each id, or None for ones.
 
         A mean becomes a sum with weights 1/n in two cases: if ids have weights, which torch's mean does not
         support, and if several workers pool parts of a bag, because partial means do not add up.
@@ -115,7 +115,6 @@ class BatchIds:
 
         Args:
             weights_L, pooling: see :meth:`pooling_weights`.
-            dtype: of the addresses.
         """
         capacity = int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
         addresses = torch.empty(capacity, dtype=dtype)

@@ -1,9 +1,8 @@
 """The trainer's side of a lookup: from the ids of a micro-batch to vectors, in one message per worker.
 
 For ids that are not pooled, the trainer requests each distinct row once and copies it to the samples. The
-gradients of each row are summed before they are sent. With skewed ids, this moves a fraction of the bytes.
-Bags are pooled by the workers, which send one vector per sample, or by the trainer from distinct rows. The
-placement decides which. ``routes.py`` describes routes.
+gradients of each row are summed before they are sent. Bags are pooled by the workers, which send one vector
+per sample, or by the trainer from distinct rows. The placement decides which; see ``routes.py``.
 
 :class:`Embeddings` looks up the tables of a configured model, and returns one matrix with the vectors of all
 features. :class:`ModuleTables` looks up the tables of a custom module, and returns one tensor for each call.
@@ -133,7 +132,7 @@ class Embeddings:
 
 
 class DistinctRowsForGpu(NamedTuple):
-    """The layout of one output ``rows_UD``: distinct rows in pinned memory, to be copied to ids on a GPU."""
+    """The layout of one output ``rows_UD``: distinct rows in pinned memory, which a GPU copies to samples."""
 
     rows: DistinctRows
 
@@ -257,13 +256,14 @@ class ModuleTables:
 
         The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
         the loss, the backward pass reaches the lookup, even if the loss uses no vector. If the loss does not
-        use a call, its rows get no gradient, and are not updated.
+        use a call, the call updates no rows.
 
         Args:
+            requests: the table and ids of each call.
             ticket, earlier: see :meth:`Embeddings.lookup`.
 
         Raises:
-            DataError: an id is not a row of its table, or offsets do not match the ids.
+            DataError: an id is not a row of its table, or offsets or weights do not match the ids.
         """
         items: Items = {worker: [] for worker in self.sources.by_worker}
         with self.sources.clock.span("ids"):
@@ -273,7 +273,6 @@ class ModuleTables:
         return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
 
     def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
-        """Append the requests to ``items``, and return the layout of the outputs."""
         vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]
         layout = _SeparateCalls(vectors, [], [], {}, [*self._tables.values()], purpose)
         calls_of_space: dict[AddressKey, list[int]] = defaultdict(list)
@@ -310,7 +309,7 @@ class ModuleTables:
 
 
 class _SeparateCalls(NamedTuple):
-    """The layout with one output per call of a custom module, and a scalar zero."""
+    """The layout with one output per call of a table, and a scalar zero."""
 
     calls: list[tuple[TableSpec, int]]  # table and number of vectors of each call
     # For each width, the calls without pooling: indices of the calls, numbers of ids, and the rows.

@@ -6,7 +6,7 @@ function that has assembled the responses sends their gradients. A message with 
 requests of a later lookup, if one is attached (``hybrid/engine/step_feed.py``).
 
 Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
-a tensor of zeros for each of them, to which distributed autograd sends the gradient.
+a tensor of zeros for each tensor of int16. Distributed autograd sends the gradient to these zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Convert gradients of the outputs to gradients of response tensors, none a slice of a larger one.
+        """Convert gradients of the outputs to gradients of responses. None is a slice of a larger tensor.
 
         Args:
             grads: with several outputs, None for an output that the loss does not use.
@@ -71,8 +71,8 @@ class Lookup:
 
     Attributes:
         is_prefetched: whether :meth:`send_gradients` sends the gradients, instead of distributed autograd.
-        ranks_BF: for each feature of a sample, the index of a row of the first output, on the GPU; None if
-            the first output already has the vectors of the samples.
+        ranks_BF: for each sample and feature, the index of the vector in the first output, on the GPU; None
+            if the first output already has one vector per sample and feature.
     """
 
     def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, sources: TableSources) -> None:
@@ -90,7 +90,7 @@ class Lookup:
         self.ranks_BF: Tensor | None = None
 
     def send_or_attach(self, earlier: Lookup | None) -> Lookup:
-        """Send the requests now or, if ``earlier`` is given, with its gradients; return this lookup."""
+        """Send the requests now, or with the gradients of ``earlier`` if it is given; return this lookup."""
         if earlier is not None:
             earlier._attached = self
             return self
@@ -119,7 +119,7 @@ class Lookup:
         return F.embedding(self.ranks_BF, rows_UD).flatten(1)
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Wait for the responses, and return the outputs.
+        """Wait for the responses, and return the outputs. Call this once; it frees the responses.
 
         Raises:
             ClusterError: a worker failed; or the requests were never sent, because they are attached to a
@@ -140,7 +140,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the tensors of all responses, worker by worker, and then the zeros."""
+        """Return the outputs, given the tensors of all responses by worker; ignore zeros at the end."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -156,7 +156,7 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Order gradients as :meth:`assemble` orders tensors. Zeros get the gradients of bfloat16 rows."""
+        """Order gradients as the tensors of :meth:`assemble`. Zeros get the gradients of int16 tensors."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]
@@ -175,7 +175,6 @@ class Lookup:
                 attached._expect(worker, response)
 
     def _expect(self, worker: int, response: PendingResult[list[Tensor]]) -> None:
-        """Keep the pending response of a worker, and record its duration."""
         self._responses[worker] = response
         call = self._clock.begin("call")
         if call is not None:
@@ -189,8 +188,6 @@ def _record_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequenc
 
 
 class _Assemble(torch.autograd.Function):
-    """Autograd function from response tensors to the outputs of a lookup."""
-
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.lookup = lookup

@@ -2,8 +2,8 @@
 
 A route covers ``features``. ``request`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
-of responses. Gradients fill their storage: RPC sends whole storages. A sequence has one vector per position.
-These are the kinds of routes:
+of responses. A sequence counts as one feature per position. No gradient is a slice of a larger tensor, since
+RPC would send the whole storage. These are the kinds of routes:
 
 ============= ======================== ============================== ==================================
 route         features                 requests from a worker         assembles responses by
@@ -17,7 +17,7 @@ PoolRoute     multi-hot, of tables     each distinct row once         pooling ro
               that trainers pool
 ============= ======================== ============================== ==================================
 
-The number of messages and of kernel calls does not depend on the number of tables.
+The numbers of messages and kernel calls depend on the numbers of workers and routes, not of tables.
 
 A sequence of at most N ids has N positions in a sample. Positions after its last id are zeros, and read no
 row. Features with one id per sample and the same width join the route of sequences, with one position each.

@@ -72,7 +72,7 @@ class GrowingGroup(TableGroup):
         return {self._table.name: matches}
 
     def _add_rows(self, block: SavedRows) -> int:
-        """Add the stored rows that belong to this shard; return the number of new keys."""
+        """Add the rows of ``block`` that belong to this shard; return the number of new keys."""
         keys_B = keys_of(block.keys)
         buckets_B = bucket_of(keys_B)
         own = np.flatnonzero(
@@ -90,7 +90,10 @@ class GrowingGroup(TableGroup):
     def _read_keys(
         self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, is_exact: bool = False
     ) -> int:
-        """Read keys, records, tensors ``names`` (no others if ``is_exact``); return the number of rows."""
+        """Read keys, records and tensors ``names``; return the number of rows.
+
+        CheckpointError if a tensor is missing or, with ``is_exact``, if the checkpoint has other tensors.
+        """
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
         start = self._keys.end

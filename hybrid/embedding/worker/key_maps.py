@@ -177,9 +177,9 @@ def _rank_keys(
 ) -> int:
     """Write the removable keys of a bucket with their ranks; return the number of keys.
 
-    The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key without a lookup for more
-    than ``evict_after`` steps. For other keys with rows, the rank is the record with the count at ``step``.
-    Keys that are read at ``step`` are left out.
+    The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key with a row but without a
+    lookup for more than ``evict_after`` steps. For other keys with rows, the rank is the record with the
+    count at ``step``. Keys that are read at ``step``, and other pending keys, are left out.
     """
     number = 0
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -205,7 +205,7 @@ def _rank_keys(
 
 @compiled("void(int64[:,::1], int64[::1], int64[::1], int64[:,::1], int64[::1])")
 def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, keys_U: Ints) -> None:
-    """Remove keys and free their rows; move later keys into the gaps, so that no trace of the keys stays."""
+    """Remove keys and free their rows; move later keys into the gaps, so that no tombstones are needed."""
     for u in range(len(keys_U)):
         bucket = _bucket(keys_U[u])
         mask = (np.int64(1) << logs_N[bucket]) - 1
@@ -229,7 +229,6 @@ def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, k
 
 @compiled("void(int64[:,::1], int64[::1], int64[::1], int64[::1])")
 def _insert(slots_S2: Ints, logs_N: Ints, keys_U: Ints, values_U: Ints) -> None:
-    """Write new keys with their values; the buckets have enough slots."""
     for u in range(len(keys_U)):
         slot = _find_slot(slots_S2, logs_N, keys_U[u])
         slots_S2[slot, 0] = keys_U[u]
@@ -275,7 +274,7 @@ class KeyMap:
         return num_rows, int(self._sizes_N.sum()) - num_rows
 
     def keys_of(self, rows_U: Ints) -> npt.NDArray[np.int64]:
-        """Return the key of each of these used rows."""
+        """Return the key of each row; the rows must be in use."""
         return self._records_R2[rows_U, 0]  # type: ignore[no-any-return]
 
     def find(self, keys_U: Ints) -> npt.NDArray[np.int64]:
@@ -296,7 +295,7 @@ class KeyMap:
             The row of each key, or -1, and the indices of the keys whose rows are new.
 
         Raises:
-            ClusterError: the rows do not fit into this worker's memory.
+            ClusterError: the rows do not fit into this worker's memory, or the keys into a bucket.
         """
         half_life, limit = self._growth.half_life, self._bucket_limit
         added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
@@ -319,12 +318,12 @@ class KeyMap:
         return rows_U, new
 
     def sweep(self, step: int) -> Ints:
-        """Remove keys that are no longer read from some buckets; return the removed keys that had rows.
+        """Remove seldom-read keys of the buckets that ``step`` selects; return removed keys that had rows.
 
         Three kinds of keys are removed: pending keys with a count of 0, keys without a lookup for more than
-        ``evict_after`` steps, and, if a bucket is nearly full, the keys with the lowest counts. Among equal
-        counts, keys that were read earlier are removed first, then lower keys. Keys that are read at ``step``
-        stay.
+        ``evict_after`` steps, and, if a bucket is over 7/8 of its limit, the keys with the lowest counts.
+        Among equal counts, keys that were read earlier are removed first, then lower keys. Keys that are read
+        at ``step`` stay.
         """
         half_life, evict_after = self._growth.half_life, self._growth.evict_after
         # One row in eight stays free for the keys of the next steps.
@@ -391,10 +390,7 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return keys and records: by row, (rows, 2), and of pending keys, (keys, 2).
-
-        The record of a free row is -1.
-        """
+        """Return key and record of each row and of each pending key, (n, 2). A free row's record is -1."""
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]
@@ -403,7 +399,7 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Add new keys and their records: ``records_R2``, which get the next rows, and pending keys."""
+        """Add new keys and their records. The keys of ``records_R2`` get the next rows, in this order."""
         first, stop = self.end, self.end + len(records_R2)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))
         self._add(pending_P2[:, 0], ~pending_P2[:, 1])

@@ -56,7 +56,6 @@ Zeros: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]  # makes a ten
 
 
 def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
-    """Compute ``full[rows_U] = part``, for a contiguous matrix or vector."""
     if len(part):
         matrix, rows = (tensor.view(len(tensor), -1).numpy() for tensor in (full, part))
         kernels.put_rows(matrix, rows_U.numpy(), rows)
@@ -74,7 +73,7 @@ class RowOptimizer:
     """The base class of optimizers that update rows of a weight matrix in place.
 
     Args:
-        rounding: for a matrix in bfloat16, else None; the arithmetic is then in the type of the matrix.
+        rounding: needed for a matrix in bfloat16. If None, the arithmetic is in the type of the matrix.
 
     Attributes:
         state: tensors by name, of the type of the arithmetic; their first dimension is the row.
@@ -102,7 +101,7 @@ class RowOptimizer:
             factor: see :meth:`step`.
 
         Returns:
-            The sum of all gradients; see :meth:`RowGradients.sum_block`.
+            The sum of all values of the unscaled gradients; see :meth:`RowGradients.sum_block`.
         """
         grad_UD, total = gradients.sum_block(first, last, scale)
         self.step(gradients.rows_U[first:last], grad_UD, factor)
@@ -124,10 +123,10 @@ class RowOptimizer:
             _put(self.state[name], rows_U, part)
 
     def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
-        """Apply one step to all rows from ``first`` to ``last``, in place.
+        """Apply one step to all rows ``first:last`` of the matrix.
 
         Args:
-            rows_U, grad_UD: the distinct touched rows of the range, and their gradients (0 for other rows).
+            rows_U, grad_UD: the touched rows of this range, and their gradients. Other rows get gradient 0.
             factor: see :meth:`step`.
         """
         weight_RD = self.weight_RD[first:last].to(grad_UD.dtype)
@@ -146,7 +145,7 @@ class RowOptimizer:
             kernels.put_rounded_rows(as_array(self.weight_RD), rows_U.numpy(), weight_UD.numpy(), seeds_U)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
-        """Update rows and their state in place, with learning rate ``rate``."""
+        """Update rows and their state in place, with learning rate ``rate``; subclasses define it."""
         raise NotImplementedError
 
     def _with_decay(self, grad_UD: Tensor, weight_UD: Tensor) -> Tensor:
@@ -201,7 +200,7 @@ class Adam(RowOptimizer):
         self._corrections_N2 = torch.empty(0, 2, dtype=torch.float64)
 
     def corrections(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Return 1 - beta1^n and sqrt(1 - beta2^n), float64 of shape (U, 1), for n of at least 1.
+        """Return 1 - beta1^n and sqrt(1 - beta2^n), float64 of shape (U, 1), for step counts n >= 1.
 
         The values are bit-identical to torch.optim, which uses Python floats. In float32, 1 - 0.999^n loses
         half its digits if n is small. Powers of tensors differ from powers of Python floats in the last bit.
@@ -235,7 +234,7 @@ class Adam(RowOptimizer):
 class FTRL(RowOptimizer):
     """FTRL-Proximal (McMahan et al. 2013, algorithm 1), for each value w of a row.
 
-    The state of w is z and n. The gradient of w is g, the learning rate is r, and l1 is a setting.
+    The state of w is z and n. The gradient of w is g, the learning rate is r, and beta and l1 are settings.
     With sigma = (sqrt(n + g^2) - sqrt(n)) / r, and a = (beta + sqrt(n + g^2)) / r + weight_decay::
 
         z += g - sigma w;  n += g^2;  w = 0 if |z| <= l1 else -(z - sign(z) l1) / a

@@ -83,7 +83,7 @@ class DistinctStepRows(NamedTuple):
     by_kind: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:
-        """Whether these are the rows of exactly these ``bags`` objects, in this order."""
+        """Return whether these are the rows of exactly these ``bags`` objects, in this order."""
         return [*map(id, self.bags)] == [*map(id, bags)]
 
 
@@ -91,7 +91,8 @@ class TableGroup:
     """The rows of several shards in one tensor, and their optimizer. The rows are zeros until initialized.
 
     Args:
-        num_rows: number of rows to reserve with ``zeros``.
+        dtype: type of gradients and state; also of rows, unless they are in bfloat16.
+        num_rows: number of rows of the tensor, which ``zeros`` allocates.
 
     Attributes:
         ids_end: upper bound of the ids; every id is less.
@@ -114,7 +115,7 @@ class TableGroup:
         self._is_changed_R: Tensor | None = None
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
+        """Fill the rows with initial values, and return counts as :meth:`TableShards.initialize`."""
         self._seed = seed
         matches = {}
         for shard in self.group.shards:
@@ -127,20 +128,20 @@ class TableGroup:
         return matches
 
     def shard_tensors(self, shard: Shard, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return views of a shard's rows ("weight") and state in the group, or in its copy ``tensors``."""
+        """Return views of a shard's rows ("weight") and state in the group, or in ``tensors``, its copy."""
         start = self.group.starts[self.group.shards.index(shard)]
         of_group = self._tensors if tensors is None else tensors
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Read the rows of all shards from a checkpoint."""
+        """Read the rows of all shards from a checkpoint; CheckpointError if it does not fit the tables."""
         for shard in self.group.shards:
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
 
     def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
         """Return, for each file of a checkpoint, a function that returns the tensors of the file's shard.
 
-        The tensors are views of the group, or of a copy that is made now.
+        The tensors are views of the group or, if ``is_copied``, of a copy that is made now.
         """
         tensors = self._copies(len(self.weight_RD)) if is_copied else self._tensors
         return {each.file_name: partial(self.shard_tensors, each, tensors) for each in self.group.shards}
@@ -170,7 +171,6 @@ class TableGroup:
         return files
 
     def _copies(self, num_rows: int) -> dict[str, Tensor]:
-        """Return copies of the first rows, and of their optimizer state."""
         rows = {name: tensor[:num_rows] for name, tensor in self._tensors.items()}
         return {name: self._buffers.empty(t.shape, t.dtype).copy_(t) for name, t in rows.items()}
 
@@ -179,7 +179,7 @@ class TableGroup:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return one vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
+        """Return vectors and bags as :func:`pool_and_record`. Rows that are not pooled keep their type."""
         is_pooled = bags.offsets is not None
         if is_pooled and not self.group.has_bfloat16_rows:
             return pool_and_record(self.weight_RD, bags)
@@ -221,7 +221,7 @@ class TableGroup:
         return self.merge(all_rows, [each.sum_all() for each in merged] or [no_rows])
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
-        """Begin the update of a step; return the gradients of the rows to update."""
+        """Begin an update; a growing table adds rows. Return the gradients of the rows to update."""
         self._step = step
         return gradients
 
@@ -243,20 +243,20 @@ class TableGroup:
         return shard_U, (rows_U - starts_S[shard_U]) * counts_S[shard_U] + indices_S[shard_U]
 
     def end_update(self, step: int) -> None:
-        """Complete an update."""
+        """Complete an update; a growing table then removes rows."""
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return the counts of each growing table; see :meth:`GrowingGroup.take_counts`."""
+        """Return the counts of a growing table, as :meth:`GrowingGroup.take_counts`; else no counts."""
         return {}
 
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Split rows into blocks that fit the CPU cache with gradients and state; return their bounds."""
+        """Split the rows ``start:stop`` into blocks that fit the CPU cache; return the bounds of blocks."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
         size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
         return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
     def blocks_without(self, idle: Collection[str]) -> Iterator[tuple[int, int]]:
-        """Return the blocks of all rows, except those of some tables."""
+        """Return bounds of blocks of all rows, except the rows of the tables ``idle``."""
         if not idle:
             return self.blocks(len(self.weight_RD))
         starts = [(each, start) for each, start in self.group.shard_starts if each.table.name not in idle]
@@ -292,7 +292,7 @@ class TableUpdate:
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
-        """Update the rows with the gradients times ``scale``, block by block.
+        """Update the rows with the gradients times ``scale``, and learning rates times ``factor``, by block.
 
         Raises:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may already be

@@ -73,10 +73,11 @@ class TableShards(HostedModule, TableSource):
         )
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill every table with initial rows: rows from ``table.initial``, and random rows.
+        """Fill every table with rows from ``table.initial``, and random rows; see :func:`read_initial_rows`.
 
         Returns:
-            For each table with ``initial``, the number of its rows on this worker that come from there.
+            For each table with ``initial``, the number of its rows on this worker that come from there. Row 0
+            is not counted, unless the table grows.
         """
         return {name: number for group in self.groups for name, number in group.initialize(seed).items()}
 
@@ -113,17 +114,17 @@ class TableShards(HostedModule, TableSource):
         return pooled, recorded
 
     def _as_stored(self, vectors_BD: Tensor) -> Tensor:
-        """Return vectors in the type that is sent without rounding. Rows in bfloat16 become int16.
+        """Return vectors in the type in which they are sent unrounded; rows in bfloat16 become int16.
 
-        Vectors that are rounded to bfloat16 stay bfloat16, and trainers round their gradients, too. Trainers
-        widen int16 to float32 only, so in a run in float64, the rows are sent as float64.
+        The type int16 tells trainers to send gradients unrounded. Gradients of bfloat16 vectors are rounded.
+        Trainers widen int16 to float32 only. So in a run in float64, rows are sent as float64.
         """
         if vectors_BD.dtype is self._dtype:
             return vectors_BD
         return vectors_BD.to(self._dtype) if self._dtype is torch.float64 else vectors_BD.view(torch.int16)
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
-        """Return zeros in the shape of the marks of ``items``; in a message, they share a single value."""
+        """Return zeros in the shape of the marks of ``items``. All are one value in memory and messages."""
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
@@ -155,10 +156,12 @@ class TableShards(HostedModule, TableSource):
         """Pass a trainer's gradients of one lookup to the update barrier.
 
         Args:
+            grads: the gradient of each item's vectors, and then of the marks, if the lookup has marks.
             should_update_here: see :meth:`UpdateBarrier.contribute`.
 
         Raises:
             ClusterError: the shape of a gradient is not the shape of its vectors.
+            Exception: an error of :meth:`UpdateBarrier.contribute`.
         """
         with_grads: list[tuple[int, Bags, Tensor]] = []
         idle: frozenset[str] = frozenset()
@@ -175,7 +178,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return gradients of bags with mark 1, and idle tables; see MARKS. Pooled bags have equal marks."""
+        """Return gradients of bags with mark 1, and idle tables. Pooled bags of an item have equal marks."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []
@@ -188,7 +191,7 @@ class TableShards(HostedModule, TableSource):
         return kept, idle
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Read every shard from a checkpoint, and continue after ``step`` steps."""
+        """Read every shard, and continue after ``step`` steps; CheckpointError if a table does not fit."""
         self.barrier.drain()
         checkpoint = Checkpoint.open(folder)
         for group in self.groups:
@@ -243,9 +246,9 @@ class TableShards(HostedModule, TableSource):
 
 
 class _Pool(torch.autograd.Function):
-    """Pooling whose backward pass contributes to the update barrier, without a sparse tensor.
+    """Autograd function that pools rows, and in its backward pass calls :meth:`TableShards.contribute`.
 
-    For each output of int16, there is a further output of zeros, which receives its gradient.
+    For each output of int16, a further output of zeros receives the gradient.
     """
 
     @staticmethod
