@@ -41,7 +41,7 @@ def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedData
 
 
 def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
-    """Raise DataError if the rows are not ordered by group, or a group is larger than a batch."""
+    """Raise DataError if the data set has no order by group, or a group is larger than a batch."""
     if dataset.group_starts is None:
         raise DataError("batches of complete groups need training rows and data.group")
     largest = int(np.diff(dataset.group_starts).max(initial=0))
@@ -56,13 +56,13 @@ def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
 class BatchLoader:
     """Divides a data set into global batches and reads one trainer's slice of each.
 
-    Step ``s`` of an epoch has the rows ``order.indices(s * batch_size, (s + 1) * batch_size)``, in the same
-    order for any number of trainers. Each trainer takes a contiguous slice, and the sizes of slices differ by
-    at most one row. The last batch may be smaller, with empty slices.
+    An epoch has an order of all rows. Step ``s`` has the rows at the positions ``s * batch_size`` to
+    ``(s + 1) * batch_size - 1`` of this order, for any number of trainers. Each trainer takes a contiguous
+    slice, and the sizes of slices differ by at most one row. The last step may be smaller, with empty slices.
 
-    With ``by_group``, ``order`` is an order of complete groups. The last sample of a group determines the
-    step and the slice of the group. The number of steps is the same as without groups, and no step is empty.
-    The sizes of steps and slices may differ by a group, and a slice may be empty.
+    With ``by_group``, the rows of a group are adjacent in this order. The position of a group's last row
+    determines its step and slice. There are as many steps as without groups, and no step is empty. The sizes
+    of steps and slices may differ by a group, and a slice may be empty.
 
     Raises:
         DataError: groups cannot stay complete (:func:`check_group_sizes`), or are to be shuffled by lanes.
@@ -130,7 +130,7 @@ class BatchLoader:
 
 
 class GroupedOrder:
-    """The rows of a split, group by group, in a given order of its groups; takes 16 bytes per group.
+    """The rows of a split, group by group, in a given order of the groups; takes 16 bytes per group.
 
     ::
 
@@ -151,7 +151,7 @@ class GroupedOrder:
         self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
 
     def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows of a step, and the end of each of its groups in these rows.
+        """Return the rows of a step, and for each of its groups, the number of rows up to the group's end.
 
         The groups of a step have their last rows at the positions ``start`` .. ``stop`` - 1 of the epoch.
         """

@@ -93,10 +93,9 @@ class PreparedDataset:
         return dict(zip(names, sizes, strict=True))
 
     def count_ids(self, feature: int) -> Tensor:
-        """Return how often each row of a table of fixed size occurs in samples of weight above 0, (rows,).
+        """Return how often each table row occurs in samples of weight above 0 for any task, int64 (rows,).
 
-        Args:
-            feature: index of a feature with one id per sample.
+        ``feature`` is the index of a feature with one id per sample and a table of fixed size.
         """
         features = self.input_spec.sparse_features
         ids_N = self._samples.ids_BK[:, sum(not each.multi_hot for each in features[:feature])]
@@ -105,14 +104,14 @@ class PreparedDataset:
         return torch.from_numpy(np.bincount(ids_N, minlength=features[feature].num_rows))
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
-        """Return the sums of the weights of ``rows`` by task; None if all samples have the same weight."""
+        """Return the sums of the weights of ``rows``, float64 (T,); None if all samples weigh the same."""
         weights_NT = self._targets.weights_BT
         if weights_NT is None:
             return None
         return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the total weight of the complete groups of ``rows`` by task; see ``ranking_totals``."""
+        """Return the sum of ``ranking_weights`` by task, (T,), over ``rows``, which are complete groups."""
         targets = self._targets.select(rows)
         assert targets.groups_B is not None
         weights = None if targets.weights_BT is None else torch.from_numpy(targets.weights_BT)
@@ -151,14 +150,13 @@ def map_split(folder: Path, manifest: DataManifest, split: str) -> Arrays:
 
 
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
-    """Return the values as a float32 tensor (B, T), or (B,) for one task."""
     return torch.from_numpy(values_BT.astype(np.float32, copy=False)).squeeze(1)
 
 
 def sparse_features(
     ids_BK: Ids, bags: Sequence[EncodedBags], features: Sequence[FeatureSpec]
 ) -> SparseFeatures:
-    """Return the ids of B samples, feature-major; for ``ids_BK`` and ``bags`` see EncodedBlock."""
+    """Return the ids of B samples, feature by feature, from arrays of an :class:`EncodedBlock`."""
     ids_KB = ids_BK.T.astype(np.int64, order="C")
     if not bags:
         return SparseFeatures(torch.from_numpy(ids_KB.reshape(-1)), None, None, len(features))
@@ -182,7 +180,7 @@ def sparse_features(
 
 
 def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
-    """Return all samples of a block; without targets, labels are NaN."""
+    """Return a batch of all samples of a block; without targets, labels are NaN."""
     targets = block.targets or Targets(np.full((block.size, 1), np.nan, np.float32))
     weights_BT, groups_B, times_B = targets.weights_BT, targets.groups_B, targets.times_B
     return Batch(
@@ -245,7 +243,7 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 
 
 def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> Arrays:
-    """Create the arrays of a split with the sizes in ``end``, and return them by name, mapped into memory."""
+    """Create and map the arrays of a split, with the sizes in ``end``; OSError if the disk is full."""
     folder.mkdir(parents=True, exist_ok=True)
     features = spec.sparse_features
     multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]

@@ -117,7 +117,7 @@ class SparseEncoding:
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
     def encode(self, column: pa.Array) -> Ids | EncodedBags:
-        """Return the table rows, or keys, of a column of a ``RawBlock``; of a multi-hot column, as bags.
+        """Return the table rows, or keys, of a column of a ``RawBlock``; bags for a multi-hot column.
 
         Integers in the column are rows or keys already, and stay unchanged.
         """
@@ -172,13 +172,13 @@ class UnknownValues:
 
     @property
     def is_excessive(self) -> bool:
-        """Whether the fraction exceeds the expected one by more than 0.1, with at least 10 unknown values."""
+        """Whether at least 10 values are unknown, and ``fraction`` is more than 0.1 above ``expected``."""
         has_many = self.count >= _MIN_UNKNOWN
         return has_many and self.expected is not None and self.fraction > self.expected + _EXCESS
 
 
 class EncodedBlock(NamedTuple):
-    """B samples as numbers; of a prepared split, the arrays are mapped into memory."""
+    """B samples as numbers. For a prepared split, the arrays are mapped into memory."""
 
     dense_BF: npt.NDArray[np.float32]
     # One column for each feature with one id per sample, in the order of features; int64 if one has keys.
@@ -255,7 +255,7 @@ class FeatureEncoder:
         return distinct
 
     def save(self, folder: Path) -> None:
-        """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
+        """Write ``features.json`` and ``vocabularies.parquet`` into ``folder``."""
         write_vocabularies(folder / VOCABULARIES_FILE, self.vocabularies)
         text = self.to_json(compute_checksum(folder / VOCABULARIES_FILE))
         write_bytes(folder / FILE_NAME, text.encode())
@@ -275,8 +275,7 @@ class FeatureEncoder:
     def load(cls, folder: StoragePath, *, with_values: bool = True) -> FeatureEncoder:
         """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version.
 
-        Args:
-            with_values: whether to read the vocabularies; :func:`open_values` reads one in blocks.
+        Without ``with_values``, vocabularies are not read, and all ``SparseEncoding.values`` are None.
         """
         path = folder / FILE_NAME
         content = _read_json(path)
@@ -302,7 +301,7 @@ class FeatureEncoder:
 
 @contextmanager
 def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeStringArray]]:
-    """Yield an iterator of blocks of a column's values, for vocabulary "build"; value i has row i + 1."""
+    """Open the vocabulary of a column with vocabulary "build", as blocks of texts; text i has row i + 1."""
     content = _read_json(folder / FILE_NAME)
     index = next(each["values"] for each in content["sparse"] if each["name"] == column)
     with open_vocabularies(folder, content["vocabularies"]) as file:
@@ -341,9 +340,8 @@ def report_unknown(
     A column of a growing table is left out unless it has rows with several values: only the workers know
     which values have rows.
 
-    Args:
-        counts: the sum of :func:`count_unknown` over all blocks.
-        is_later: whether the rows of the split are later than the training rows.
+    ``counts`` is the sum of :func:`count_unknown` over all blocks; ``is_later`` is whether the rows of the
+    split are later than the training rows.
     """
     return tuple(
         UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
@@ -353,13 +351,16 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the vocabulary file by its name, or {}; DataError if missing, TypeError without checksum."""
+    """Return the vocabulary file of an encoder by its name ``SHA256.parquet``; {} without vocabularies.
+
+    Raise DataError if a file is missing, and TypeError if the checksum in ``features.json`` is invalid.
+    """
     sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
     return {} if sha256 is None else {f"{sha256}.parquet": find_vocabularies(folder, sha256)}
 
 
 def _read_json(path: StoragePath) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty object for any other JSON value."""
+    """Return the JSON object in a file, {} for any other JSON value; DataError if it cannot be read."""
     try:
         content = parse_json(read_text(path))
     except (OSError, ValueError) as error:

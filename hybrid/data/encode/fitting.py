@@ -142,7 +142,7 @@ class Quantiles:
                 self._weights = np.full(half, step)
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
-        """Return the lower bounds of equally full buckets but the lowest; fewer if many numbers are equal."""
+        """Return the bounds between equally full buckets; fewer than ``buckets`` - 1 if numbers are equal."""
         if not len(self._values):
             return ()
         values, ends = self._sort()

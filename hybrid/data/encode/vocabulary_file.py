@@ -60,7 +60,7 @@ class VocabularyFile:
         return [Vocabulary(texts) for texts in parts]
 
     def blocks(self, index: int) -> Iterator[pa.LargeStringArray]:
-        """Yield the values of a vocabulary, in order; DataError if it cannot be read."""
+        """Yield the values of vocabulary ``index`` in order, in blocks; DataError if it cannot be read."""
         if index >= len(self.sizes):
             raise DataError(f"{self._path}: has {len(self.sizes)} vocabularies, not {index + 1}")
         start = sum(self.sizes[:index])
@@ -79,9 +79,7 @@ class VocabularyFile:
 def find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
     """Return the vocabulary file of an encoder: in its folder, or in the folder ``vocabularies`` of the run.
 
-    Raises:
-        DataError: the file is missing.
-        TypeError: ``sha256`` is no checksum.
+    Raise DataError if the file is missing, and TypeError if ``sha256`` is no checksum.
     """
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise TypeError("vocabularies must be a checksum")
@@ -96,11 +94,9 @@ def find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
 
 @contextmanager
 def open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFile]:
-    """Open the vocabulary file of the encoder in ``folder``.
+    """Open and check the vocabulary file, with the checksum ``sha256``, of the encoder in ``folder``.
 
-    Raises:
-        DataError: the file is missing or invalid, or has another checksum.
-        TypeError: ``sha256`` is no checksum.
+    Raise DataError if the file is missing, invalid or altered, and TypeError if ``sha256`` is no checksum.
     """
     path = find_vocabularies(folder, sha256)
     root = None if path.name == VOCABULARIES_FILE else path.parent.parent
@@ -126,7 +122,6 @@ def open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFi
 
 @contextmanager
 def _reading(path: StoragePath) -> Iterator[None]:
-    """Convert the exceptions for an invalid file to a DataError."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:

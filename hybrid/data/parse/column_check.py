@@ -17,7 +17,11 @@ from hybrid.storage import files as storage
 
 
 def check_columns(config: RunConfig) -> None:
-    """Check that the first file of each split has the columns of the configuration; ConfigError if not."""
+    """Check that side tables, and the first non-empty file of each split, have the required columns.
+
+    For a topic, check ``data.columns``. Raise ConfigError if a column is missing or not allowed, or the
+    configuration is invalid. Raise DataError if a file is missing, unreadable, or has a column twice.
+    """
     data = config.data
     if data.format == "synthetic":
         return

@@ -73,7 +73,7 @@ class Layout:
         with_labels: bool = True,
         passthrough: Sequence[tuple[str, str]] = (),
     ) -> Layout:
-        """Return the layout of these sections; ConfigError if they contradict each other."""
+        """Return the layout of these sections; ConfigError if a value is invalid, or two values conflict."""
         is_criteo = data.format == "criteo"
         if is_criteo:
             data = dataclasses.replace(
@@ -101,18 +101,18 @@ class Layout:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The names of the columns that are read, except those of side tables."""
+        """The names of the columns to read from a file and its path, but not from side tables."""
         joined = self.joined
         return tuple(dict.fromkeys(name for _, name in self.named if name not in joined))
 
     @property
     def joined(self) -> dict[str, str]:
-        """The columns of the side tables, with the path of the file that has the column."""
+        """The columns of all side tables, each with the path of the first file of its table."""
         return {name: table.path for table in self.side_tables for name in table.columns.column_names}
 
     @property
     def delimiter(self) -> str:
-        """The character in lines that replaces ``data.delimiter``, which may be longer."""
+        """The delimiter of one character in parsed lines; a longer ``data.delimiter`` is replaced by it."""
         return self.data.delimiter if len(self.data.delimiter) == 1 else "\x1f"
 
     @property
@@ -122,9 +122,10 @@ class Layout:
         return dataclasses.replace(self, data=data)
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
-        """Raise ConfigError if a file lacks a required column, or DataError if the column occurs twice.
+        """Check that a file with the columns ``names`` has each required column exactly once.
 
-        The file has the columns ``names``. Its path may have further columns (:func:`path_columns`).
+        A folder ``NAME=VALUE`` of its path, or a side table, may have the column instead. Raise ConfigError
+        if the column is missing, or is in the file and a side table; DataError if it is in ``names`` twice.
         """
         known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.named:
@@ -145,7 +146,7 @@ class Layout:
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """Pairs of a configuration key and a required column that the key names."""
+        """Pairs of a configuration key and a column that the key names, for all columns to read."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [(each.key, each.column) for each in self.data.holdouts if each.column]
@@ -155,7 +156,7 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return the section [data] for new files of a trained model; ConfigError if a separator is missing."""
+    """Return [data] to read new files for a model; ConfigError if a multi-hot CSV column has no separator."""
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files
         file_format = "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"

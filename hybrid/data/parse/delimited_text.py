@@ -57,12 +57,14 @@ _NOT_TEXT = (b"PK\x03\x04", b"\xfd7zXZ", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 def read_lines(
     path: StoragePath, layout: Layout, start: int, stop: int | None, block_bytes: int
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of a segment of a text file; its lines are numbered from 1.
+    """Yield the rows of a segment of a text file, in blocks; line 1 is the first line of the segment.
 
     Args:
-        start, stop: the bytes of the segment: results of :func:`find_record_start`, or 0 and None for the
-            start and the end of the file.
-        block_bytes: bytes of a read; lines that end in them are a block.
+        start, stop: results of :func:`find_record_start`, or 0 and None for the start and end of the file.
+        block_bytes: number of bytes to read at once. The rows that end in these bytes are a block.
+
+    Raises:
+        ConfigError, DataError: see :func:`hybrid.data.parse.sources.read_segment`.
     """
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
@@ -71,7 +73,7 @@ def read_lines(
 
 
 def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a range, at most ``size`` at a time; only plain text has a start after 0."""
+    """Yield the bytes of a range, at most ``size`` at a time; ``start`` is 0 for compressed text."""
     rest = sys.maxsize if stop is None else stop - start
     with open_text(path) as file:
         if start:
@@ -82,7 +84,11 @@ def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> I
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the required columns of text chunks; yield a row once it is complete. Messages name ``path``."""
+    """Yield the rows of text that arrives in chunks, in blocks; yield a row once it is complete.
+
+    Messages name ``path``. Raise ConfigError if a required column is missing. Raise DataError if the text is
+    empty or compressed, has a line of more than 16 MiB, or an unusable header.
+    """
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
     for block in blocks:
@@ -97,16 +103,19 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 
 
 def parse_lines(text: bytes, layout: Layout) -> TableBlock:
-    """Return the required columns of lines without a header, whose fields are ``data.columns``.
+    """Return the rows of ``text``: lines without a header, with the columns ``data.columns``.
 
-    No row continues on the next line. Blank lines are skipped; the text ends with a line feed.
+    Every line must end with a line feed. A line is one row, even with an open quote; blank lines are skipped.
     """
     parser = _Parser(layout.data.columns, layout, joins_lines=False)
     return parser.parse(_Lines(_normalize(text, layout), 1, 0))
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return the start of the first row in a plain text file that ends after byte ``at``."""
+    """Return the start of the first row in a plain text file that ends after byte ``at``.
+
+    If the 16 MiB before ``at`` have no line feed, return ``at``, which may be within a row.
+    """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
         for size in (2 * MAX_RECORD_BYTES, MAX_LINE_BYTES + 2 * MAX_RECORD_BYTES):
@@ -127,7 +136,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
 def _parse_blocks(
     path: StoragePath, head: bytes, blocks: Iterator[bytes], layout: Layout, is_start: bool
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of ``blocks``: the lines of a file that starts with ``head``."""
+    """Yield the rows of ``blocks`` of lines; ``head``, the start of the file, has the header, if any."""
     names, header_lines = read_header(path, head, layout)
     parser = _Parser(names, layout)
     line = 1
@@ -138,7 +147,7 @@ def _parse_blocks(
 
 
 class _Lines:
-    """The lines of a block, and a mask of the rows; the first ``skip`` lines are a header."""
+    """The lines of a block, and the mask ``keep`` of rows; the first ``skip`` lines are a header."""
 
     def __init__(self, block: bytes, first_line: int, skip: int) -> None:
         self.block = block
@@ -190,7 +199,7 @@ class _Parser:
             yield rest
 
     def count_complete(self, block: bytes) -> int:
-        """Return the number of bytes before the first line with a quote that a later block may close."""
+        """Return the length of complete rows: a later block may close a quote in the next line, if any."""
         if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
             return len(block)
         lines = _Lines(block, 1, 0)
@@ -259,7 +268,7 @@ class _Parser:
         return invalid
 
     def _find_record_end(self, lines: _Lines, i: int) -> int | None:
-        """Return the line that closes the quote of line ``i``, if the lines in between are one row."""
+        """Return the index of the line that closes the quote of line ``i``; None if the lines make no row."""
         if not self._joins_lines:
             return None
         start, at = int(lines.starts[i]), int(lines.ends[i])
@@ -275,7 +284,7 @@ class _Parser:
         return None
 
     def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
-        """Return the required columns, and the rows (from 0 in ``block``) with a wrong number of fields."""
+        """Return the required columns, and the rows of a wrong number of fields, with 0-based lines."""
         uneven: list[InvalidRow] = []
 
         def skip(row: pacsv.InvalidRow) -> str:
@@ -320,10 +329,12 @@ class _Parser:
 
 
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """Return the columns by position, and the number of header lines.
+    """Return the column names by position, and the 1-based line of the header, or 0 without a header.
+
+    ``head`` is the first 1 MiB of the file. If the file is empty, the names are ``layout.required``.
 
     Raises:
-        ConfigError: the file lacks a column.
+        ConfigError: the file lacks a required column.
         DataError: the file is no text, its header is unusable, or it has a required column twice.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
@@ -376,7 +387,7 @@ def _is_utf8(block: bytes) -> bool:
 def _cut_to_lines(
     path: StoragePath, chunks: Iterator[bytes], is_start: bool, layout: Layout
 ) -> Iterator[bytes]:
-    """Yield the text of ``chunks`` in normalized blocks of complete lines; DataError for one over 16 MiB.
+    """Yield ``chunks`` as normalized blocks of complete lines; DataError if a line is longer than 16 MiB.
 
     Args:
         chunks: cut anywhere. Lines that end in a chunk are yielded before the next chunk is read.
@@ -421,9 +432,9 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 
 @contextmanager
 def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
-    """Open a text file; a compressed file is decompressed, and not seekable.
+    """Open a text file, and decompress it if necessary; seek only in plain text.
 
-    For a file in a store, each read requests only its own bytes. DataError or StorageError if that fails.
+    A read from a store requests only the bytes that it returns. Failed reads raise DataError or StorageError.
     """
     with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:
         start = file.read(_LOOK_BYTES)
@@ -437,10 +448,10 @@ def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
 
 
 def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[bytes]:
-    """Yield the bytes of a pipe, a terminal or a file to its end, at most ``size`` at a time.
+    """Yield all bytes of a pipe, terminal or file, at most ``size`` at a time; DataError if a read fails.
 
     Args:
-        at_once: whether to yield bytes as soon as they arrive; otherwise wait for ``size`` bytes.
+        at_once: whether to yield bytes as soon as they arrive; otherwise wait for ``size`` bytes or the end.
     """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

@@ -41,10 +41,10 @@ def convert_read_errors(path: StoragePath) -> Iterator[None]:
 def compute_sampled_checksum(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> str:
-    """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
+    """Return the SHA-256 of the size of a file and of 32 evenly spread blocks of 32 KiB.
 
     A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
-    For ``root`` and ``follows_links``, see :func:`hybrid.storage.files.open_reader`.
+    For ``root``, ``follows_links`` and errors, see :func:`hybrid.storage.private_files.open_file`.
     """
     digest = hashlib.sha256()
     with storage.open_reader(path, root, follows_links=follows_links) as file:
@@ -87,13 +87,13 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return the columns that folders ``NAME=VALUE`` of a path give its file, as in Hive; None if missing."""
+    """Return the Hive columns of a path: the value of each folder ``NAME=VALUE``, None if it is missing."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
 
 def path_parts(path: StoragePath) -> list[str]:
-    """Split a path into the names of its folders and its file. This list is the sort key of the path."""
+    """Split a path, or the key of a URL, into folder and file names. Paths are sorted by this list."""
     return path.key.split("/") if isinstance(path, RemotePath) else [*path.parts]
 
 
@@ -106,12 +106,12 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
     Args:
         paths: local paths, URLs, or patterns such as ``day=*/part-?.csv``. In a folder, the subfolders
-            ``NAME=VALUE`` are read, too.
+            ``NAME=VALUE`` are read, too; any other visible subfolder is a DataError.
         key: the configuration key of the paths, for messages.
 
     Raises:
         ConfigError: ``paths`` is empty.
-        DataError: a path does not exist or is no regular file, or a folder is empty or has another folder.
+        DataError: a path does not exist or is no regular file, or a folder has no files.
     """
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
@@ -130,7 +130,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand(text: str) -> list[StoragePath]:
-    """Return the files and folders that match a pattern; a path that exists, or has no match, is returned."""
+    """Return the sorted, visible matches of a pattern; if ``text`` exists or has no match, only its path."""
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
@@ -156,8 +156,6 @@ def _is_visible(name: str) -> bool:
 
 
 def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
-    """Return the files of a folder and of its partitions, sorted by path."""
-
     def list_visible(folder: StoragePath) -> list[tuple[StoragePath, bool]]:
         with convert_read_errors(folder):
             if isinstance(folder, RemotePath):
@@ -185,11 +183,11 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files of each split and side table, which has the name ``data.joins[N]``.
+    """Return the files by name of the split; the files of side table N have the name ``data.joins[N]``.
 
     Raises:
-        ConfigError: a key names no file, or two splits share a file.
-        DataError: a path has no files; see :func:`list_files`.
+        ConfigError: a key names no file, or two splits have the same file, or files of the same content.
+        DataError: a path has no files (:func:`list_files`), or a file cannot be read.
     """
     files: dict[str, tuple[InputFile, ...]] = dict.fromkeys(data.splits, ())
     if data.format == "synthetic":
@@ -209,13 +207,13 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
 
 
 def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
-    """Return the files of each side table of ``data.joins``; DataError if a path has none."""
+    """Return the files of each side table of ``data.joins``; DataError if a path has no files."""
     lists = [list_files(call["path"], JOINS) for call in data.join_calls]
     return tuple(tuple(storage.map_concurrently(InputFile.of, paths)) for paths in lists)
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
-    """Raise DataError if a file has changed since ``files`` were listed."""
+    """Raise DataError if one of ``files`` has changed since its identity was read, or cannot be read."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:

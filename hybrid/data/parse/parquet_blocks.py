@@ -2,7 +2,7 @@
 
 Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
 Therefore, texts are read as dictionaries, a few rows at a time, and decoded to at most ``MAX_DECODED_BYTES``.
-A row group is rejected if its metadata claim more than real data compress to its size.
+A file is rejected if its metadata claim more values or bytes than its compressed size plausibly holds.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -38,7 +38,10 @@ def read_parquet(
     stop: int | None = None,
     block_rows: int = BLOCK_ROWS,
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of some row groups (default: all), with rows numbered from 1."""
+    """Yield the rows of the row groups ``start`` to ``stop`` - 1 (default: all), numbered from 1, in blocks.
+
+    For errors, see :func:`hybrid.data.parse.sources.read_segment`. An empty file has no rows.
+    """
     with convert_read_errors(path):
         if not files.require_file(path).size:  # Spark writes such files beside others
             return
@@ -116,7 +119,7 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
 
 
 def check_claimed_sizes(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
-    """Raise DataError if the metadata claim more for a column than its compressed bytes can hold."""
+    """Raise DataError if metadata claim an implausible size for one of ``columns`` (indices)."""
     rule = "if the file is correct, write it again in row groups of fewer rows"
     for i in columns:
         schema = file.schema.column(i)

@@ -41,10 +41,11 @@ class SideTable:
     columns: pa.Table
 
     def join(self, reader: ColumnReader) -> dict[str, pa.Array]:
-        """Return the columns for the rows of a block, null where the key is missing or has no row here.
+        """Return the columns of the side table for the rows of a block; null for a missing or unknown key.
 
         Raises:
-            DataError: none of many rows has a row here.
+            ConfigError: the key column of the block holds lists.
+            DataError: a block of at least 1000 rows has no known key.
         """
         if not self.columns.column_names:  # the model reads none
             return {}
@@ -73,8 +74,8 @@ def read_side_tables(
         with_rows: whether to read the rows; if not, only the columns are checked.
 
     Raises:
-        ConfigError: a file lacks the key, or two side tables have a column with the same name.
-        DataError: a file cannot be read or has changed, or has an invalid row or two rows for a key.
+        ConfigError: a file lacks the key or a column of the first file, or two side tables share a column.
+        DataError: a file cannot be read, has changed, or has no rows, an invalid row or two rows for a key.
     """
     tables: list[SideTable] = []
     owners: dict[str, str] = {}
@@ -97,7 +98,7 @@ def _read_table(
     files: Sequence[InputFile],
     with_rows: bool,
 ) -> SideTable:
-    """Read those of the columns ``names`` that a side table has."""
+    """Read the key of a side table, and the columns of its first file that are in ``names``."""
     key = call["table_key"] or call["key"]
     data = DataSection(columns=call["columns"], delimiter=data.delimiter, missing=data.missing)
     wanted: list[str] | None = None  # as the first file has them

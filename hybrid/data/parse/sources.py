@@ -84,11 +84,11 @@ def split_files(
     min_rows: int = SEGMENT_ROWS,
     num_bytes: int = 0,
 ) -> list[Segment]:
-    """Return the segments of ``files`` in row order; an unreadable file fails when its segment is read.
+    """Return the segments of ``files`` in row order. An unreadable file is one segment, to fail when read.
 
     Args:
-        min_rows: a segment of Parquet takes row groups until it has so many rows.
-        num_bytes: approximate size of a segment of text; 0 for four blocks.
+        min_rows: the row groups of a Parquet file are joined to segments of at least this number of rows.
+        num_bytes: approximate size of a segment of text; 0 for 64 MiB.
     """
 
     def split(path: StoragePath) -> list[Segment]:
@@ -145,7 +145,7 @@ def read_segment(
 
     Raises:
         ConfigError: the file lacks a column.
-        DataError: the file cannot be read, has a line of more than 16 MiB, or false sizes in metadata.
+        DataError: the file cannot be read, has a line or row that is too long, or false sizes in metadata.
     """
     path, start, stop = segment.path, segment.start, segment.stop
     if layout.data.format == "parquet":
@@ -161,14 +161,14 @@ def read_blocks(
     report: Callable[[str], None] = ignore_progress,
     text: Iterator[bytes] | None = None,
 ) -> Iterator[RawBlock]:
-    """Yield the valid rows of ``files`` in blocks, and add all rows to ``log``; the caller finishes it.
+    """Yield the valid rows of ``files`` in blocks, and add all rows to ``log``. The caller finishes the log.
 
     Args:
-        text: bytes to read instead of the only file; its path is then a name in messages.
+        text: chunks of text to read instead of a file; ``files`` is then one path, a name for messages.
 
     Raises:
-        ConfigError: a file lacks a column.
-        DataError: a file cannot be read, all its rows are invalid, or an invalid row is an error.
+        ConfigError: a file lacks a column, or a column holds lists instead of single values.
+        DataError: a file or column cannot be read, all rows are invalid, or ``log`` allows no invalid row.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
@@ -184,7 +184,7 @@ def read_blocks(
 
 
 def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
-    """Return the columns of a file; see :meth:`Layout.require`."""
+    """Return the column names of a file by position, checked by :meth:`Layout.require`."""
     if layout.data.format == "parquet":
         with convert_read_errors(path), open_parquet(path) as source:
             names: Sequence[str] = pq.read_schema(source).names
@@ -195,7 +195,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block, with those that the path of its file has."""
+    """Return the columns of a block by name, and the columns of its path (:func:`path_columns`)."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns
@@ -206,11 +206,10 @@ def parse(
 ) -> tuple[RawBlock, list[InvalidRow]]:
     """Return the valid rows of ``table``, and its invalid rows with the first reason for each.
 
-    Args:
-        first_row: index of the first row of ``table`` over the rows of all files.
+    ``first_row`` is the index of the first row of ``table`` among the rows of all files.
 
     Raises:
-        ConfigError, DataError: the type of a column does not suit its use.
+        ConfigError, DataError: a column has an unsuitable type, or no row has a known key of a side table.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)

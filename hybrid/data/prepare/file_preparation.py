@@ -105,7 +105,7 @@ class FilesPreparation:
         self._should_stop = threading.Event()
 
     def write(self) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
-        """Write the arrays of all splits; return the encoder, and the report of each split."""
+        """Write all splits; return the encoder, and a report by split; DataError if files cannot be used."""
         paths = {
             split: [parse_path(file.path) for file in self.files[split]] for split in self.config.data.splits
         }
@@ -137,7 +137,6 @@ class FilesPreparation:
     def _parse(
         self, segments: Mapping[str, Sequence[Segment]]
     ) -> tuple[list[Piece], dict[str, InvalidRowReport]]:
-        """Return the pieces of all segments, and the reports of invalid rows."""
         jobs = [
             (split, segment, self._spill / f"{split}-{i}")
             for split, each in segments.items()
@@ -169,7 +168,7 @@ class FilesPreparation:
         return all_pieces, reports
 
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
-        """Return statistics of the training rows; and for each split, the starts of pieces, and the end."""
+        """Return statistics of the training rows; and for each split, the start of each piece and the end."""
         statistics = FittedStatistics(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
         starts = {split: [nothing] for split in self.config.data.splits}
@@ -216,7 +215,7 @@ class FilesPreparation:
         }
 
     def parse_segment(self, job: tuple[str, Segment, Path]) -> tuple[list[BlockLog], list[Piece]]:
-        """Parse a segment of a split into a new folder; return the blocks, and the pieces they are in."""
+        """Parse a segment, and write its pieces into a new folder; return logs by block, and the pieces."""
         split, segment, folder = job
         layout = self._layout if split == TRAIN else self._layout.without_holdouts
         folder.mkdir()
@@ -241,11 +240,9 @@ class FilesPreparation:
         return blocks, pieces
 
     def fit_piece(self, piece: Piece) -> tuple[list[BlockStatistics], dict[str, SplitPosition]]:
-        """Compute the statistics of a piece's training rows, and write the counts of values into the piece.
+        """Compute the statistics of a piece's training rows, and write the counts of values into its folder.
 
-        Returns:
-            The statistics by block; and for each split, the number of rows, and of values in each column of
-            data.sparse.
+        Return the statistics by block; and for each split, the number of rows, and of values by column.
         """
         layout = self._layout
         lengths = [len(values) for values in piece.values()]
@@ -307,11 +304,8 @@ class FilesPreparation:
     ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
         """Write the samples of a piece into the arrays of each split.
 
-        Args:
-            job: the piece, and for each split the position of its first sample.
-
-        Returns:
-            For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
+        ``job`` is the piece and, for each split, the position of its first sample. Return for each split the
+        sums of labels by block, and the counts of :func:`count_unknown`.
         """
         piece, positions = job
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
@@ -328,7 +322,7 @@ class FilesPreparation:
         return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}
 
     def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
-        """Raise DataError if less memory is free. Without this check, the system might kill the process."""
+        """Raise DataError if under ``num_bytes`` per thread are free. The system might kill the process."""
         num_bytes *= self._num_threads  # which share the free memory
         if num_bytes > available_memory_bytes():
             gib = num_bytes / 2**30
@@ -338,10 +332,9 @@ class FilesPreparation:
     def _map(
         self, phase: str, weight: float, work: Callable[[Job], Result], jobs: Sequence[Job]
     ) -> Iterator[Result]:
-        """Yield the result of ``work`` for each job, in the order of the jobs, or raise its exception.
+        """Yield the result of ``work`` for each job, in the order of the jobs; raise the first exception.
 
-        Args:
-            weight: the phase's fraction of the total time, measured for rows like Criteo's.
+        ``weight`` is the phase's fraction of the total time, measured for rows like Criteo's.
         """
         self._progress.start(phase)
         before = self._fraction

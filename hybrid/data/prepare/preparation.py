@@ -88,7 +88,7 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
 
 
 def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = ignore_progress) -> Path:
-    """Make sure that the training and test samples of ``config`` are prepared; return their folder.
+    """Make sure that the samples of all splits of ``config`` are prepared; return their folder.
 
     The name of the folder is a :func:`fingerprint`, and the folder appears atomically. If several processes
     need the same data at the same time, one prepares them, and the others wait.
@@ -98,7 +98,8 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
 
     Raises:
         ConfigError: a key does not fit the files.
-        DataError: the files cannot be used, or memory runs out.
+        DataError: the files cannot be used, ``cache`` cannot be written, or memory runs out.
+        StorageError: a store refuses a request.
     """
     files = find_input_files(config.data)
     target = cache / fingerprint(config, files)
@@ -202,7 +203,10 @@ def _write_files(
 
 
 def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_progress) -> StoragePath:
-    """Prepare the data in ``data.cache_folder``, which may be in a store; see :func:`prepare`."""
+    """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
+
+    Raise the errors of :func:`prepare`, ConfigError for a stream, and DataError for altered data in a store.
+    """
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"
         raise ConfigError("data.stream", rule, config.data.stream)
@@ -242,6 +246,7 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
 
     Raises:
         DataError: the data are incomplete or altered, or the local folder cannot be written.
+        StorageError: the store refuses a request.
     """
     path = parse_path(source)
     if isinstance(path, RemotePath):
@@ -289,7 +294,6 @@ def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
 
 
 def _fetch(source: RemotePath, folder: Path) -> None:
-    """Fetch the files into an empty folder, and compare their checksums."""
     for name, file in DataManifest.read(source / dataset_manifest.FILE_NAME).stored.items():
         path = folder / name
         make_folder(path.parent)

@@ -40,7 +40,7 @@ class Split:
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return the time of the last row in ``blocks`` that is not held out by this split."""
+        """Return the time of the last row in ``blocks`` that this split does not hold out; 0 without rows."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def write(cls, folder: Path, blocks: Sequence[RawBlock], split: str) -> Piece:
-        """Write blocks as a piece; its first row is that of their ``source_rows_B``."""
+        """Write one or more blocks as a piece; ``first_row`` is the first of their ``source_rows_B``."""
         folder.mkdir()
         first_row = int(blocks[0].source_rows_B[0])
         matrices = [block.dense_BF for block in blocks]
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
         return cls(folder, first_row, split)
 
     def values(self) -> list[pa.Array]:
-        """Return the distinct values of each column of data.sparse; none for columns of numbers."""
+        """Return the distinct values of each column of data.sparse; an empty array for numbers and keys."""
         first = next(self._batches())
         columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
         flat = [each.flatten() if is_list(each) else each for each in columns]
@@ -125,10 +125,10 @@ class Piece(NamedTuple):
         return self.folder / f"counts_{k}"
 
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
-        """Yield the rows of each split, block by block.
+        """Yield the name of a split and its rows, block by block; a block may yield several splits.
 
-        Args:
-            values: replacements of :meth:`values`; an empty list skips the columns of data.sparse.
+        ``values`` are arrays that replace :meth:`values`; with an empty list, columns of data.sparse are
+        left out.
         """
         for batch in self._batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -162,7 +162,7 @@ class Piece(NamedTuple):
 
 
 def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces of the training files, whose rows are divided by data.split and data.validation."""
+    """Return the training pieces with the rules of data.split and data.validation that divide their rows."""
     divided = [*pieces]
     for held in config.data.holdouts:
         split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)

@@ -46,7 +46,7 @@ _SAMPLED_ROWS = 1 << 18
 
 
 def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
-    """Return the number of offsets of each partition that belong to a step."""
+    """Return the number of offsets that a step takes from each partition."""
     rows, more = divmod(config.train.batch_size, max(1, len(unit.offsets)))
     return [rows + (partition < more) for partition in range(len(unit.offsets))]
 
@@ -59,7 +59,6 @@ def advance(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
 
 
 def _import_kafka() -> Any:
-    """Return the module ``confluent_kafka``; ConfigError if the package is missing."""
     try:
         return import_module("confluent_kafka")
     except ImportError as error:
@@ -70,8 +69,7 @@ def _import_kafka() -> Any:
 def _connect(config: RunConfig) -> Any:
     """Return a ``Consumer`` that commits nothing, since checkpoints have the offsets.
 
-    Raises:
-        ConfigError: the file of properties cannot be used. The message has no value, which may be a secret.
+    The message of a ConfigError about its properties has no value, which may be a secret.
     """
     kafka, call = _import_kafka(), config.data.stream_call
     fixed = {
@@ -96,7 +94,6 @@ def _connect(config: RunConfig) -> Any:
 
 
 def _read_properties(path: str) -> dict[str, str]:
-    """Return the properties of a file with lines ``KEY = VALUE``, and comments after ``#``."""
     try:
         with storage.open_reader(parse_path(path), follows_links=True) as file:
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
@@ -109,7 +106,7 @@ def _read_properties(path: str) -> dict[str, str]:
 
 
 class Topic:
-    """A topic as the source of a stream: its partitions, and the offsets that they have; see :class:`Files`.
+    """A topic as the source of a stream, with the methods of :class:`hybrid.data.stream.units.Files`.
 
     Raises:
         ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, or there are fewer
@@ -142,7 +139,7 @@ class Topic:
         return replace(last, side_files=find_side_files(self._config.data))
 
     def count_rows(self, unit: StreamUnit) -> list[int]:
-        """Return the number of offsets from the position on that each partition has.
+        """Return the number of offsets of each partition from the position of ``unit`` to the end.
 
         Raises:
             DataError: the topic has another name or number of partitions than ``unit``, or has lost offsets.
@@ -160,7 +157,7 @@ class Topic:
         return [end - at for at, end in zip(unit.offsets, ends, strict=True)]
 
     def count_steps(self, unit: StreamUnit) -> int:
-        """Return the number of steps from the position on that all partitions have; see ``count_rows``."""
+        """Return the number of further steps whose offsets all exist; raise the errors of ``count_rows``."""
         rows = zip(self.count_rows(unit), _rows_of_step(self._config, unit), strict=True)
         return min(found // of_step for found, of_step in rows)
 
@@ -180,7 +177,7 @@ class Topic:
         return float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """Return a warning if rows are left that make no complete step; see :meth:`Files.end`."""
+        """Return a warning if the topic has rows that make no complete step; otherwise, an empty text."""
         if at is None or not any(rows := self.count_rows(at)):
             return ""
         behind = min(range(len(rows)), key=rows.__getitem__)
@@ -229,11 +226,7 @@ class _Partition:
 def _read_steps(
     config: RunConfig, unit: StreamUnit, partitions: Iterable[int], is_over: threading.Event
 ) -> Generator[list[Any], None, None]:
-    """Yield the messages of each step; wait for them until ``is_over``.
-
-    Raises:
-        DataError: an offset does not exist (any more), or the broker refuses the request.
-    """
+    """Yield the messages of each step until ``is_over``; DataError if offsets are lost or a request fails."""
     kafka, rows = _import_kafka(), _rows_of_step(config, unit)
     read = {p: _Partition(unit.offsets[p], rows[p], unit.offsets[p]) for p in partitions}
     paused: set[int] = set()
@@ -261,7 +254,7 @@ def _read_steps(
 
 
 def _parse(topic: str, messages: Sequence[Any], layout: Layout) -> tuple[RawBlock, list[InvalidRow]]:
-    """Return the valid rows of messages, and the invalid ones, whose lines are offsets."""
+    """Return the valid rows of messages, and the invalid rows, with offsets as line numbers."""
     values = [message.value() or b"" for message in messages]
     text = b"\n".join([*values, b""])
     if text.count(b"\n") > len(values):  # a line feed within a message makes it an invalid row

@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def take(self, end: int) -> list[EncodedBlock]:
-        """Return the next rows, up to row ``end`` of the lane, but at least one; none after the last row."""
+        """Return the next rows before row ``end`` of the lane, at least one; [] at the end of the lane."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -163,11 +163,11 @@ class LaneReader:
         self._positions = {unit.step: self._current()}
 
     def batches(self) -> BatchStream:
-        """Return the batches; ``global_size`` is the number of this trainer's samples."""
+        """Return this trainer's batches; their ``global_size`` counts only this trainer's samples."""
         return BatchStream(self._read())
 
     def positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position of each lane of this trainer after ``step`` steps of the unit."""
+        """Return the position of each lane of this trainer after ``step`` steps, or at the lane's end."""
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:

@@ -35,14 +35,14 @@ Reader: TypeAlias = LaneReader | PartitionReader
 
 
 def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
-    """Return the source of a stream, as the master sees it; see :class:`Files` and :class:`Topic`."""
+    """Return the source in which the master finds units; for the errors of a topic, see :class:`Topic`."""
     return Topic(config) if config.data.is_topic else Files(config, warn)
 
 
 def open_reader(
     config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
 ) -> Reader:
-    """Return the reader of one trainer, from the position of ``unit`` on."""
+    """Return the reader of one trainer, from the position of ``unit`` on; DataError if it cannot be read."""
     kind = PartitionReader if config.data.is_topic else LaneReader
     return kind(config, encoder, unit, trainer, num_trainers)
 
@@ -86,9 +86,7 @@ class StreamCursor:
     def has_rows(self) -> bool:
         """Return whether there are rows for the next step. If not, wait briefly, or set ``is_over``.
 
-        Raises:
-            DataError: a unit cannot be read.
-            StorageError: a store refuses the request.
+        Raise DataError if a unit cannot be read, and StorageError if a store refuses the request.
         """
         if self.num_ready:
             return True
@@ -114,19 +112,15 @@ class StreamCursor:
     def fit_encoder(self) -> FeatureEncoder:
         """Return the encoder of a new run, fitted on a sample of the first unit.
 
-        Raises:
-            ConfigError: a file lacks a column.
-            DataError: the first unit is missing, has too few rows, or cannot be read.
+        Raise ConfigError if a file lacks a column, and DataError if the unit is missing or unusable.
         """
         self._report("reading a sample")
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return the encoder for the unit; ``scaling_momentum`` adapts its scaling to a sample of a new unit.
+        """Return the encoder for the unit: with ``scaling_momentum``, adapted to a sample of a new unit.
 
-        Raises:
-            ConfigError: a file lacks a column.
-            DataError: the unit cannot be read.
+        Raise ConfigError if a file lacks a column, and DataError if the unit cannot be read.
         """
         momentum = self._config.data.stream_call.arguments.get("scaling_momentum", 0.0)
         unit = self.unit
@@ -147,9 +141,10 @@ class StreamCursor:
         self.unit = advance(self._config, self.unit, num_steps)
 
     def is_delta_due(self, event_time: float) -> bool:
-        """Return whether a step makes a delta due; if so, choose the next multiple of ``event_seconds``.
+        """Return whether a delta is due after a step whose latest event time is ``event_time``.
 
-        The result depends only on the steps so far. The first event time only determines the first multiple.
+        If ``event_time`` has reached ``delta_time``, set that to the next multiple of ``event_seconds``. The
+        first event time only sets the first multiple. The result depends only on the steps so far.
         """
         reached = self.delta_time
         if event_time >= reached:
@@ -162,7 +157,7 @@ class StreamCursor:
             self.unit = replace(self.unit, lanes=tuple(positions[lane] for lane in sorted(positions)))
 
     def add_invalid_rows(self, reports: Sequence[InvalidRowReport]) -> None:
-        """Update ``bad_rows`` from each trainer's report of the unit; warn if there are further rows."""
+        """Update ``bad_rows`` from each trainer's report of the unit; warn if there are more than before."""
         assert self.unit is not None
         of_unit = InvalidRowReport.merge(reports)
         bad_rows = InvalidRowReport.merge([self._bad_rows_before, of_unit])
@@ -184,7 +179,10 @@ class StreamCursor:
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 
     def restore(self, stored: Checkpoint) -> None:
-        """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream."""
+        """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream.
+
+        Raise ConfigError or DataError if the topic or the files of a side table cannot be read.
+        """
         try:
             position = stored.manifest.progress[STREAM]
             units = (position["unit"], position["last"])

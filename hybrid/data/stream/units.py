@@ -132,7 +132,7 @@ class Files:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of each of up to 32 evenly spread segments; DataError without a valid row."""
+        """Yield the first block of up to 32 evenly spread segments; DataError without unit or valid row."""
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
@@ -147,12 +147,12 @@ class Files:
         log.check_file()
 
     def wait_hours(self, last: StreamUnit | None) -> float:
-        """Return the hours that the stream waits for its next rows before it ends or fails."""
+        """Return the hours to wait for the next unit before the stream ends or fails; 0 after ``until``."""
         is_last = last is not None and last.name == self._until
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """End the stream at ``at``, the unit that was read last; return a warning, or an empty text.
+        """End the stream at ``at``, the unit that was read last or None; return an empty text: no warning.
 
         Raises:
             DataError: ``until`` of data.stream names a later unit, which was not complete in time.
@@ -164,11 +164,9 @@ class Files:
 
 
 def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncoder:
-    """Return the encoder of a stream: scaling and quantiles come from a sample of its first unit.
+    """Return the encoder of a stream; ``blocks`` are a sample of its first unit, for scaling and quantiles.
 
-    Raises:
-        ConfigError: a file lacks a column.
-        DataError: a file cannot be read, or the sample has no valid row.
+    Raise DataError if the blocks have no row; an error of the iterator ``blocks`` is raised, too.
     """
     layout = stream_layout(config)
     return fit_encoder(layout, config.tables, FittedStatistics.of(layout, blocks), {})

@@ -1,10 +1,10 @@
 """The canonical text of a categorical value, independent of the file format and its writer.
 
 pandas writes a column of integers with a missing value as ``5.0``, R writes ``5e+05``, and other programs
-write ``TRUE``, ``true`` or ``1``. Each of these has one text:
+write ``TRUE``, ``true`` or ``1``. Values of the same meaning have the same canonical text:
 
 ======================================= ================================================================
-given                                   its text
+given                                   its canonical text
 ======================================= ================================================================
 integers of any type                    ``5``
 floats of integral value; texts such    the digits of the integer: ``5``, ``5``, ``500000``

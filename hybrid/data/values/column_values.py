@@ -138,7 +138,7 @@ def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
 
 
 def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
-    """Return the first ``limit`` items of each list, or its last ``limit`` items."""
+    """Cut each list to ``limit`` items: the first ones with ``from_start``, else the last ones."""
     lengths_B = np.diff(np.asarray(lists.offsets)).astype(np.int64)
     position_L = np.arange(lengths_B.sum()) - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
     if not from_start:
@@ -165,7 +165,7 @@ def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
 
 
 def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
-    """Return the key of each integer, null if missing; the same keys as those of the canonical texts."""
+    """Return the key of each integer, null if missing: :func:`compute_keys` of its canonical text."""
     texts = [canonical_text(text)[0] for text in missing]
     limits = np.iinfo(integers.type.to_pandas_dtype())
     numbers = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,20}", text) and str(int(text)) == text]
@@ -177,7 +177,7 @@ def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
 
 
 def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return a column as float64, NaN if missing, and a mask of values that are not finite in float32."""
+    """Return a column as float64, NaN if missing, and a mask of values that are no finite float32 number."""
     column = decode_texts(column)
     has_text = is_text(column)
     if has_text:
@@ -204,7 +204,10 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 
 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return seconds since 1970, NaN if missing, and a mask of values that are no times or numbers."""
+    """Return seconds since 1970, NaN if missing, and a mask of values that are neither time nor number.
+
+    A time that does not exist, or lies after the year 9999, is in the mask.
+    """
     column = decode_texts(column)
     if is_text(column):
         return _seconds_of_texts(pc.utf8_trim_whitespace(column), missing)
@@ -219,7 +222,6 @@ def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 
 
 def _seconds_of_texts(texts: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return the seconds of times and numbers, and a mask of other texts."""
     is_time_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _TIME), False))
     seconds_B, wrong_B = parse_numbers(pc.if_else(pa.array(is_time_B), None, texts), missing)
     times = texts.filter(pa.array(is_time_B))
@@ -243,10 +245,10 @@ def _to_seconds(times: pa.Array) -> Numbers:
 def parse_date_parts(
     column: pa.Array, missing: tuple[str, ...], kind: str, date_format: str = ""
 ) -> tuple[Numbers, Mask]:
-    """Return the hour (0-23) or weekday (Monday is 0), NaN if missing, and a mask of invalid values.
+    """Return the hour (0-23) or weekday (0 is Monday) of dates, by ``kind``, and a mask of invalid values.
 
-    Args:
-        date_format: a ``strptime`` format; by default, the formats of :func:`parse_seconds`.
+    Missing and invalid values are NaN. ``date_format`` is for ``strptime``; without it, dates have the forms
+    in the docstring of this module.
     """
     if date_format:
         coded = parse_flat_values(column, missing).coded
@@ -262,7 +264,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Mask the values that are not missing, if all are dates in digits such as 20240131; else no value."""
+    """Mask all values but missing ones if each is a date in digits, such as 20240131; else mask no value."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
@@ -272,7 +274,7 @@ def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
 def parse_labels(
     column: pa.Array, positive: tuple[str, ...], negative: tuple[str, ...]
 ) -> tuple[npt.NDArray[np.uint8], Mask]:
-    """Map the canonical texts of labels to 0 and 1; also return a mask of unknown labels."""
+    """Return 1 for a positive label and 0 for a negative one, and a mask of unknown and missing labels."""
     indices, distinct = _distinct(column)
     known = pa.array([canonical_text(text)[0] for text in (*positive, *negative)], pa.string())
     position_D = np.asarray(pc.fill_null(pc.index_in(canonicalize(distinct)[0], value_set=known), -1))
@@ -281,10 +283,7 @@ def parse_labels(
 
 
 def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return an index per row (null for null), and the distinct values that the indices refer to.
-
-    There may be further values, but not more values than rows.
-    """
+    """Return an index per row, null for null, and the distinct values, which are at most as many as rows."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if len(coded.dictionary) <= len(coded):
         return coded.indices, coded.dictionary

@@ -61,7 +61,7 @@ class InvalidRow(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The description of the invalid content, with the last line of a row of several lines."""
+        """The description ``found``; if the row has several lines, followed by its last line."""
         return f"{self.found}, to line {self.last}" if self.last else self.found
 
 
@@ -102,8 +102,8 @@ class InvalidRowLog:
     """Collects the invalid rows of one pass over the files of a split.
 
     Args:
-        max_fraction: ``finish`` raises DataError if a larger fraction of rows is invalid. If it is 0, ``add``
-            raises DataError at the first invalid row.
+        max_fraction: the largest allowed fraction of invalid rows, which ``finish`` checks. If it is 0,
+            ``add`` raises DataError at the first invalid row.
     """
 
     def __init__(self, max_fraction: float) -> None:
@@ -117,10 +117,11 @@ class InvalidRowLog:
         self._file_invalid: list[InvalidRow] = []  # before the first valid row of the file
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
-        """Record the rows of the next block of the files, in order.
+        """Record the rows of the next block: the number of valid rows, and the invalid rows.
 
         Raises:
-            DataError: a row is invalid and ``max_fraction`` is 0, or a file has no valid row.
+            DataError: a row is invalid and ``max_fraction`` is 0; or all rows of the file before ``path``, or
+                the first 10,000 rows of ``path``, are invalid.
         """
         if path != self._path:
             self.check_file()
@@ -140,7 +141,7 @@ class InvalidRowLog:
             self.check_file()
 
     def check_file(self) -> None:
-        """Raise DataError if all rows of the current file are invalid so far: the configuration is wrong."""
+        """Raise DataError if the current file has invalid rows, and no valid row so far."""
         rows = self._file_invalid
         if not rows:
             return
@@ -152,7 +153,7 @@ class InvalidRowLog:
         )
 
     def finish(self) -> InvalidRowReport:
-        """Return the report of the pass; DataError if too many rows are invalid."""
+        """Return the report of the pass; DataError if too many rows, or all rows of a file, are invalid."""
         self.check_file()
         invalid = self._counts.total()
         if invalid > self._max_fraction * (self._valid + invalid):
@@ -164,7 +165,7 @@ class InvalidRowLog:
         return self.report()
 
     def report(self) -> InvalidRowReport:
-        """Return the report of the rows so far; raise no error, even if many are invalid."""
+        """Return the report of the rows so far, however many are invalid."""
         return InvalidRowReport(
             {str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples)
         )

@@ -31,7 +31,11 @@ _DATE = "a date such as 2024-01-31 09:30:00, or seconds since 1970"
 
 @dataclass(eq=False)
 class ColumnReader:
-    """Converts columns of a block of B rows; values of rejected rows have no meaning."""
+    """Converts columns of a block of B rows; values of rejected rows have no meaning.
+
+    A method for single values (``values``, ``hashes``, ``seconds``, ``event_times``) raises ConfigError if
+    the column holds lists. A method raises ArrowException if the column has a type that it cannot convert.
+    """
 
     columns: Mapping[str, pa.Array]  # the columns of the block, by name
     lines_B: npt.NDArray[np.int64]  # the line of each row in the file
@@ -69,14 +73,14 @@ class ColumnReader:
         return numbers_B
 
     def seconds(self, name: str, key: str) -> Numbers:
-        """Return a column that divides rows by time, in seconds since 1970; reject rows without a time."""
+        """Return times by which a split selects rows, in seconds since 1970; reject rows without a time."""
         times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
         return times_B
 
     def event_times(self, name: str) -> Numbers:
-        """Return a column of event times, in seconds since 1970; reject rows without one."""
+        """Return a column of event times, in seconds since 1970; reject rows without a valid event time."""
         column = self.flat_column(name, "data.stream")
         times_B, wrong_B = column_values.parse_seconds(column, self.missing)
         wrong_B |= ~(np.abs(times_B) < MAX_SECONDS) | column_values.find_digit_dates(column, self.missing)
@@ -84,13 +88,13 @@ class ColumnReader:
         return times_B
 
     def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
-        """Return a hash of each value of a column; reject rows without a value."""
+        """Return a hash of each value; reject rows whose value is missing, inexact or too long."""
         coded, inexact_B, too_long_B = column_values.parse_values(self.flat_column(name, key), self.missing)
         self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
     def values(self, name: str, key: str) -> pa.DictionaryArray:
-        """Return a column with one value per row; reject inexact and too long values."""
+        """Return a column of canonical texts, null if missing; reject inexact and too long values."""
         values = column_values.parse_values(self.flat_column(name, key), self.missing)
         self._reject_values(values, name)
         return values.coded
@@ -99,12 +103,12 @@ class ColumnReader:
         """Compute a column of data.sparse.
 
         Returns:
-            The values, or the keys, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids
-            as lists of float32, or None.
+            An array for ``RawBlock.sparse`` (:mod:`hybrid.data.parse.sources`); and the weights of the ids
+            as lists of float32, or None if ids have no weights.
 
         Raises:
             ArrowException: a file column has an unsupported type.
-            ConfigError: a column with several values per row would be crossed.
+            ConfigError: a column of a cross holds lists.
         """
         if column.kind in ("value", "weighted"):
             if self.reads_keys and column.vocabulary.name == GROW and column.kind == "value":
@@ -135,7 +139,7 @@ class ColumnReader:
             self.reject(digits_B, Reason.DATE, column.source, expected)
 
     def _ids(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Return a categorical column and the weights of its ids, both cut to ``max_ids`` ids per row."""
+        """Return a categorical column, and the weights of its ids or None; apply ``max_ids`` to both."""
         limit, weights = column.max_ids, None
         if column.kind == "weighted":
             ids, weights = self._weighted_ids(column)
@@ -185,7 +189,7 @@ class ColumnReader:
 def _split_items(
     items: pa.Array, missing: tuple[str, ...], weight_separator: str
 ) -> tuple[pa.Array, pa.Array]:
-    """Return the ids and the weights of items; both are null if missing."""
+    """Return the ids and the weights of items, null if missing; ArrowTypeError if items are no pairs."""
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
             raise pa.ArrowTypeError(f"expected pairs of an id and a weight, found {items.type}")
@@ -268,7 +272,6 @@ class TargetSpec:
         return Targets(labels_BT, weights_BT, groups_B, times_B)
 
     def _task(self, task: TaskSection, reader: ColumnReader) -> tuple[npt.NDArray[Any], Mask]:
-        """Return the labels of a task, and a mask of the samples that it uses."""
         known = (self.data.positive_labels, self.data.negative_labels)
         label_texts = " or ".join(map(repr, chain(*known)))
         counts_B = np.ones(len(reader.valid_B), np.bool_)

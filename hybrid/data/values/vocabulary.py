@@ -21,7 +21,7 @@ _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 
 class Vocabulary:
-    """Distinct texts in an order, without null."""
+    """Distinct texts, without null; the index of a text is its position."""
 
     def __init__(self, texts: pa.Array) -> None:
         self.texts = texts if texts.type == pa.large_string() else texts.cast(pa.large_string())
@@ -72,7 +72,7 @@ class Vocabulary:
 
 
 def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit hash of each text: the mixed sum of its bytes, each times a factor of its position."""
+    """Return a 64-bit hash of each text: multiply each byte by a factor of its position, add up, and mix."""
     hashes = [np.empty(0, np.uint64)]
     for start in range(0, len(texts), HASHED_AT_ONCE):
         block = texts.slice(start, HASHED_AT_ONCE)
