@@ -56,7 +56,7 @@ class ExitCode(IntEnum):
 
 
 class Cause(Enum):
-    """Why a role failed."""
+    """The reason why a role failed or stopped."""
 
     STOPPED = "stopped"  # a stop was requested
     KILLED = "killed"  # by a signal

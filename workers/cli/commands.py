@@ -295,7 +295,7 @@ def role_command(options: argparse.Namespace) -> None:
 
 
 def _master_address(options: argparse.Namespace) -> MasterAddress:
-    """Return the address of ``--master``; without the option, the host in torchrun's MASTER_ADDR."""
+    """Return the address of ``--master``, else torchrun's MASTER_ADDR; ConfigError if both are missing."""
     address: str = options.master or master_host(os.environ)
     if not address:
         raise ConfigError("--master", "must be given: HOST or HOST:PORT (torchrun sets MASTER_ADDR instead)")

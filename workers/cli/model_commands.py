@@ -61,7 +61,7 @@ WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
 def evaluate(
     folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
 ) -> dict[str, Any]:
-    """Print the metrics of a trained model on labeled files, or, without ``inputs``, on its test rows.
+    """Print the metrics of a trained model on labeled files, or on the run's test rows without ``inputs``.
 
     Arguments and errors are as for :func:`predict`. The result is a summary for JSON, with the metrics.
     """

@@ -178,7 +178,7 @@ def expected_data(
     """Return the columns of the training samples, and the mean number of ids of each multi-hot feature.
 
     If table sizes or numbers of ids depend on the files, the data are prepared. Of a stream, only a sample is
-    read, and the means are empty: each multi-hot feature counts as one id.
+    read, and the means are empty: the plan assumes that multi-hot features have one id.
 
     Args:
         ids_per_sample: mean number of ids of every sparse column; None if unknown.
@@ -269,7 +269,7 @@ def traffic(
     samples: float,
     wire_bytes: int | None = None,
 ) -> Traffic:
-    """Return the traffic of a lookup of ``samples`` samples.
+    """Return the traffic of one lookup for ``samples`` samples.
 
     For features with one id per sample, sequences, and multi-hot features that trainers pool, distinct rows
     are sent. For other multi-hot features, each shard sends a partial vector per bag and receives the full
@@ -308,7 +308,7 @@ def traffic(
 
 
 def distinct_rows(num_rows: int, draws: float) -> float:
-    """Return the expected number of distinct rows among ``draws`` ids; see this module for their skew."""
+    """Return the expected number of distinct rows among ``draws`` ids with the skew of the synthetic log."""
     ends = np.unique(np.append(0.0, np.geomspace(1, num_rows, _BLOCKS).round()))
     sizes = np.diff(ends)
     probability = np.diff(np.cbrt(ends / num_rows)) / sizes  # of each row of a block

@@ -184,7 +184,7 @@ class TerminalView:
             self._console.print(result, soft_wrap=True, highlight=False)
 
     def summary(self, results: Mapping[str, str], commands: Mapping[str, str]) -> None:
-        """Print how the run ended and what to do next, by label, and remove the live region."""
+        """Print the results of a run and the user's next commands, by label; remove the live region."""
         self.close()
         self._console.print()
         width = max(_LABEL_WIDTH, 1 + max(map(len, results)))

@@ -257,7 +257,7 @@ class Trainer:
         return Predictions.concatenate(parts)
 
     def describe(self) -> tuple[str, str | None]:
-        """Return a text with the size of the whole dense net and the GPU, if there is one.
+        """Return a text with the number of parameters of the whole dense net, and the GPU if there is one.
 
         The second value is a warning about batch normalization, or None.
         """
@@ -291,7 +291,7 @@ class Trainer:
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
         """Load the dense net from file ``name`` of a checkpoint; CheckpointError if that is another net.
 
-        The state of the optimizer is loaded if ``has_state``, else reset. The reading of data ends.
+        The state of the optimizer is loaded if ``has_state``, else reset. Background reading of data ends.
         """
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))

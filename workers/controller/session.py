@@ -362,11 +362,11 @@ class DatasetSession(Session):
     Attributes:
         ended_unit: the name of a unit of a stream that has ended, until the caller sets it to an empty text.
         is_delta_due: whether the event time of the last step of a stream makes a delta due.
-        steps_per_epoch: number of steps of a pass over all training samples.
-        reports: reports of the samples of each split.
+        steps_per_epoch, total_steps: number of steps of an epoch, and of the run.
+        reports: by split, the numbers of rows, invalid rows, labels and unknown values.
         best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown, or
             if metrics are weighted.
-        limit: the key whose value ends the run, ``train.epochs`` or ``train.max_steps``.
+        limit: the key that ends the run: train.epochs, train.max_steps, or for a stream data.stream.
     """
 
     ended_unit = ""

@@ -73,7 +73,7 @@ class Interval:
         return math.fsum(loss for report in self._by_rank for loss in report.losses) / self.num_steps
 
     def score(self, task: TaskSection) -> float:
-        """Return the main metric of the first task, from predictions before each step; NaN without labels."""
+        """Return the first task's main metric, from predictions before the updates; NaN without labels."""
         outputs_N = torch.cat([report.outputs for report in self._by_rank])
         labels_N = torch.cat([report.labels for report in self._by_rank])
         has_label_N = ~labels_N.isnan()
@@ -112,7 +112,7 @@ class RunCounts:
             self.unit.add(report.outputs, report.labels)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the counts as a checkpoint stores them: numbers, and the reports of the interval."""
+        """Return the counts for a checkpoint: numbers, and tensors of the reports since the last log step."""
         values = {
             "samples": self.samples,
             "seconds": self.seconds,
@@ -395,7 +395,7 @@ class Checkpoints:
             self.warn(f"an old delta could not be removed: {error}")
 
     def _rebased(self, manifest: Manifest, taken_at: float) -> DeltaChain:
-        """Return the chain with another full checkpoint as its base."""
+        """Return the chain of deltas with the full checkpoint of ``manifest`` as its base."""
         chain, identity = self._chain, identity_of(manifest)
         if chain is None or chain.last.step != manifest.step:
             return DeltaChain(ModelVersion(0, manifest.step, identity, "", taken_at), identity)

@@ -42,7 +42,7 @@ def is_patience_over(
     start: int = 0,
     undefined: Sequence[int] = (),
 ) -> bool:
-    """Return whether a run ends after ``step``, because enough evaluations have not improved on ``best``.
+    """Return whether a run ends after ``step``: ``train.patience`` evaluations have not improved on ``best``.
 
     The step determines the count of evaluations, so a resumed run ends at the same step. If ``best`` is None,
     all evaluations after step ``start`` count. Evaluations at the steps ``undefined`` do not count.
@@ -138,7 +138,7 @@ class Training:
         return Checkpoint.newest_valid(self._run, view.warn)
 
     def _resume(self, session: DatasetSession, checkpoint: Checkpoint, view: TerminalView) -> Best | None:
-        """Load a checkpoint; return its best evaluation. ConfigError if the run has finished already."""
+        """Load a checkpoint; return its best evaluation, if any. ConfigError if the run has finished."""
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
