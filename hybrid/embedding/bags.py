@@ -18,7 +18,7 @@ _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 
 
 class Bags(NamedTuple):
-    """Ids to look up in one weight matrix."""
+    """Bags of ids to look up in one weight matrix."""
 
     ids_L: Tensor  # rows of the matrix, int32 or int64
     # Where each bag starts, of shape (bags + 1) and the type of the ids; None for one id per bag.
@@ -44,7 +44,7 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
 def has_marks(items: Sequence[Item]) -> bool:
-    """Return whether the last item is :data:`MARKS`."""
+    """Return whether the last item is :data:`MARKS`, the request for marks of unused bags."""
     return bool(items) and items[-1][0] == MARKS[0]
 
 

@@ -70,7 +70,7 @@ def random_salt(seed: int, table: str) -> int:
 
 
 def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: int, count: int) -> int:
-    """Fill those of the rows ``index``, ``index + count``, ... of a table that ``table.initial`` has.
+    """Fill the rows ``index``, ``index + count``, ... of a table that are in the source ``table.initial``.
 
     Args:
         tensors: "weight" and the optimizer state of these rows. The state is filled if
@@ -137,7 +137,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function from the keys of a block to rows of shard ``index``, or -1 if the shard has none."""
+    """Return a function that maps the keys of a block to rows of shard ``index``, or to -1 for no row."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)

@@ -1,4 +1,4 @@
-"""Numba kernels over ids and rows, for operations that torch lacks, without the GIL.
+"""Numba kernels over ids and rows, for operations that torch lacks. They release the GIL.
 
 Kernels copy values and add weighted values; torch does all other arithmetic of optimizers. Additions have a
 fixed order, so results for the same input are bit-identical. Bounds are not checked. Machine code is cached

@@ -1,4 +1,4 @@
-"""The placement of rows on workers, and of pooling on workers or trainers.
+"""The assignment of rows to workers, and of pooling to workers or trainers.
 
 A table is on one worker (table-wise) or split over several (row-wise). A split is cyclic: of S shards, shard
 s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so with contiguous ranges the
@@ -184,7 +184,7 @@ def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooli
 
 
 def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
-    """Return mean ids and vectors per sample, summed over a table's features without pooling."""
+    """Return the mean number of ids, and the number of vectors, per sample for all unpooled features."""
     ids = 0.0
     vectors = 0
     for name in table.features:

@@ -116,7 +116,7 @@ def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
     """Return the tables of a checkpoint or an export, by name, without reading rows or values.
 
     Raises:
-        CheckpointError, DataError, ConfigError: the folder is neither, or one of its files cannot be read.
+        CheckpointError, DataError, ConfigError, StorageError: it is neither, or a file cannot be read.
     """
     checkpoint = Checkpoint.open(folder)
     files_folder, manifest = checkpoint.files_folder, checkpoint.manifest

@@ -57,7 +57,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
     """Yield the rows of a matrix, which must have ``shape``, in blocks.
 
     Raises:
-        DataError, StorageError: the matrix has another shape, or an error of :func:`open_matrix`.
+        DataError, StorageError: see :func:`open_matrix`; a DataError also if the shape differs.
     """
     with open_matrix(source) as (stored_shape, rows):
         num_rows, dim = stored_shape

@@ -52,7 +52,7 @@ _CPU = torch.device("cpu")
 
 
 class Embeddings:
-    """The trainer's side of all tables of a model.
+    """The trainer's side of all tables of a configured model.
 
     Args:
         device: the device of the dense net.

@@ -115,7 +115,7 @@ class TableGroup:
         self._is_changed_R: Tensor | None = None
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill the rows with initial values, and return counts as :meth:`TableShards.initialize`."""
+        """Fill the rows with initial values; return counts of rows as :meth:`TableShards.initialize`."""
         self._seed = seed
         matches = {}
         for shard in self.group.shards:
@@ -246,7 +246,7 @@ class TableGroup:
         """Complete an update; a growing table then removes rows."""
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return the counts of a growing table, as :meth:`GrowingGroup.take_counts`; else no counts."""
+        """Return the counts of a growing table (see :meth:`GrowingGroup.take_counts`), else no counts."""
         return {}
 
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
@@ -256,7 +256,7 @@ class TableGroup:
         return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
     def blocks_without(self, idle: Collection[str]) -> Iterator[tuple[int, int]]:
-        """Return bounds of blocks of all rows, except the rows of the tables ``idle``."""
+        """Return the result of :meth:`blocks` for all rows, except the rows of the tables ``idle``."""
         if not idle:
             return self.blocks(len(self.weight_RD))
         starts = [(each, start) for each, start in self.group.shard_starts if each.table.name not in idle]
@@ -292,7 +292,7 @@ class TableUpdate:
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
-        """Update the rows with the gradients times ``scale``, and learning rates times ``factor``, by block.
+        """Update the rows block by block, with gradients times ``scale``, and rates times ``factor``.
 
         Raises:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may already be

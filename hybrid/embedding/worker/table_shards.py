@@ -129,7 +129,7 @@ class TableShards(HostedModule, TableSource):
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return counts of growing tables; see :meth:`TableGroup.take_counts`."""
+        """Return counts of all growing tables, by name; see :meth:`GrowingGroup.take_counts`."""
         return {name: counts for group in self.groups for name, counts in group.take_counts().items()}
 
     def send_gradients(
