@@ -223,7 +223,7 @@ class ShuffledOrder:
         chunks permuted         | c3 | c0 | c4 | c2 | c1 | ...
         rows permuted           |<- window of 256 ->|<- window
 
-    Every row occurs exactly once per epoch, the order depends only on (seed, epoch), and only the current
+    Every row occurs exactly once per epoch, the order depends only on the arguments, and only the current
     window is in memory. Up to 2**20 rows are one window, and are shuffled completely.
 
     A trainer's slice of a step may have any rows of a window, so all trainers read nearly all chunks. With
@@ -236,9 +236,9 @@ class ShuffledOrder:
     A slice of a step is contiguous, so it has rows of few lanes. A trainer reads only the chunks of these
     lanes.
 
-    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch. These numbers add
-    up to ``p``, and differ by at most one. The turns of adjacent lanes are far apart. So the number of rows
-    in a range of lanes is proportional to its length, even if a step has fewer rows than lanes.
+    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch, where ``turn`` is
+    a permutation of 0 .. ``L`` - 1. These numbers add up to ``p``, and differ by at most one. Adjacent lanes
+    have distant turns, so a step with fewer rows than lanes takes its rows evenly from all ranges of lanes.
 
     Args:
         num_lanes: lanes, fixed for a run; 0 for none. Steps do not depend on the number of trainers.

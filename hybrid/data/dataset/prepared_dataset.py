@@ -58,8 +58,9 @@ class PreparedDataset:
         DataError: the manifest or an array is missing or invalid, or a sampled checksum differs.
 
     Attributes:
-        group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
-        group_starts: int64 (G + 1,), the start of each group in ``group_rows``.
+        group_rows: int64 (N,), the rows by group, and within a group in file order.
+        group_starts: int64 (G + 1,), the start of each group in ``group_rows``. Both are None without groups,
+            and in splits other than "train".
         source_rows: int64 (N,), the 0-based input row of each sample.
     """
 
@@ -195,7 +196,7 @@ def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: the numbers of preceding samples, and of values by column."""
+    """A position in the arrays of a split: the number of samples before, and of their values by column."""
 
     row: int
     values_K: npt.NDArray[np.int64]

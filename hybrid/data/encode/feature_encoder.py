@@ -150,7 +150,7 @@ class SparseEncoding:
 
 @dataclass(frozen=True, slots=True)
 class UnknownValues:
-    """The number of values of a categorical column in a split that the encoder does not know.
+    """The number of values that the encoder does not know, in a categorical column of a split.
 
     The expected fraction is a leave-one-out estimate (Good, 1953): the fraction of training rows whose value
     would be unknown if the vocabulary came from all other rows. A far larger fraction means that the new rows

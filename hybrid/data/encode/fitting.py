@@ -58,7 +58,7 @@ class Moments(NamedTuple):
         """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
 
         The new range covers both ranges. A column without numbers keeps the earlier scaling. A column that
-        was missing or constant in the earlier scaling takes these moments.
+        was missing or constant in the earlier scaling takes the moments of ``self``.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
@@ -118,7 +118,7 @@ class Quantiles:
     """The quantiles of a column that arrives in blocks, in bounded memory.
 
     Quantiles of up to ``MAX_KEPT`` numbers are exact. More numbers are replaced by ``MAX_KEPT / 2`` of them,
-    at evenly spaced ranks and with equal weights. A replacement shifts a rank by at most half of that
+    at evenly spaced ranks and with equal weights. A replacement shifts a rank by at most half of this
     spacing. After N numbers, the total shift of a rank is at most N * (N / MAX_KEPT ** 2), or 0.1 % of N for
     a billion numbers.
     """

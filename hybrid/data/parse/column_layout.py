@@ -1,4 +1,4 @@
-"""The columns of a file, and the required columns."""
+"""The columns of an input file, and the columns that a configuration requires."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TableBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a file and the format of its fields."""
+    """The columns to read from an input file, and the format of its fields."""
 
     data: DataSection  # the section [data], with the names of columns that the format defines
     # dense, sparse: the columns that the model reads.
@@ -112,7 +112,7 @@ class Layout:
 
     @property
     def delimiter(self) -> str:
-        """The delimiter of one character in parsed lines; a longer ``data.delimiter`` is replaced by it."""
+        """The delimiter of normalized lines: one character, which replaces a longer ``data.delimiter``."""
         return self.data.delimiter if len(self.data.delimiter) == 1 else "\x1f"
 
     @property

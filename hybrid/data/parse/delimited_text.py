@@ -112,9 +112,10 @@ def parse_lines(text: bytes, layout: Layout) -> TableBlock:
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return the start of the first row in a plain text file that ends after byte ``at``.
+    """Return the position of the first row that ends after byte ``at`` of a plain text file.
 
-    If the 16 MiB before ``at`` have no line feed, return ``at``, which may be within a row.
+    If the 16 MiB before ``at`` have no line feed, return ``at``, which may be within a row. For errors, see
+    :func:`read_header`.
     """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
@@ -199,7 +200,7 @@ class _Parser:
             yield rest
 
     def count_complete(self, block: bytes) -> int:
-        """Return the length of complete rows: a later block may close a quote in the next line, if any."""
+        """Return the number of bytes up to the end of the last row that no later block can continue."""
         if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
             return len(block)
         lines = _Lines(block, 1, 0)
@@ -284,7 +285,7 @@ class _Parser:
         return None
 
     def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
-        """Return the required columns, and the rows of a wrong number of fields, with 0-based lines."""
+        """Return the required columns, and the rows with a wrong number of fields, by 0-based ``line``."""
         uneven: list[InvalidRow] = []
 
         def skip(row: pacsv.InvalidRow) -> str:
@@ -331,7 +332,7 @@ class _Parser:
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """Return the column names by position, and the 1-based line of the header, or 0 without a header.
 
-    ``head`` is the first 1 MiB of the file. If the file is empty, the names are ``layout.required``.
+    ``head`` is the first 1 MiB of the file. If the file has no line for a header, return ``layout.required``.
 
     Raises:
         ConfigError: the file lacks a required column.

@@ -87,7 +87,7 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return the Hive columns of a path: the value of each folder ``NAME=VALUE``, None if it is missing."""
+    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path, as in Hive; None for a missing value."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
@@ -183,7 +183,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files by name of the split; the files of side table N have the name ``data.joins[N]``.
+    """Return the files by split; the files of side table N have the name ``data.joins[N]``.
 
     Raises:
         ConfigError: a key names no file, or two splits have the same file, or files of the same content.

@@ -94,7 +94,7 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
-    """Return how many first rows fit into ``MAX_DECODED_BYTES`` of texts per column; DataError if none."""
+    """Return how many rows, from the first on, fit into 64 MiB of texts per column; DataError if none."""
     fitting = num_rows
     for name, column in columns.items():
         ends_B = np.arange(1, len(column) + 1)

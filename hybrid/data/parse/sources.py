@@ -84,7 +84,7 @@ def split_files(
     min_rows: int = SEGMENT_ROWS,
     num_bytes: int = 0,
 ) -> list[Segment]:
-    """Return the segments of ``files`` in row order. An unreadable file is one segment, to fail when read.
+    """Return the segments of ``files`` in row order. An unreadable file is one segment: reading it fails.
 
     Args:
         min_rows: the row groups of a Parquet file are joined to segments of at least this number of rows.
@@ -141,7 +141,8 @@ def read_segment(
     """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
 
     Args:
-        block_rows, block_bytes: size of a block of Parquet, and of text; 0 bytes for the default.
+        block_rows: maximum number of rows of a Parquet block.
+        block_bytes: number of bytes to read at once for a block of text; 0 for 16 MiB.
 
     Raises:
         ConfigError: the file lacks a column.

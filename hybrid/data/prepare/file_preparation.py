@@ -322,7 +322,7 @@ class FilesPreparation:
         return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}
 
     def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
-        """Raise DataError if under ``num_bytes`` per thread are free. The system might kill the process."""
+        """Raise DataError if a thread lacks ``num_bytes``; otherwise the system might kill the process."""
         num_bytes *= self._num_threads  # which share the free memory
         if num_bytes > available_memory_bytes():
             gib = num_bytes / 2**30

@@ -4,7 +4,7 @@ The label of a sample is drawn with probability sigmoid(logit), where::
 
     logit = bias + effects of three numeric columns (two linear, one tanh)
                  + an effect of each id of seven categorical columns
-                 + products of factors of the ids of four of these columns (a factorization machine of rank 1)
+                 + pairwise products of id factors of four of these columns (a factorization machine, rank 1)
 
 The click is the column ``label``. Three other columns can be labels: ``converted`` (0 or 1; 1 only after a
 click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``weight`` can be ``data.weight``, and any
@@ -145,7 +145,7 @@ def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _draw_effects(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
-    """Draw one value per id; over skewed ids, the mean is 0 and the deviation ``scale`` for any seed."""
+    """Draw a value per id; weighted by id frequency, their mean is 0, and their deviation is ``scale``."""
     fraction = np.diff(np.cbrt(np.arange(rows + 1) / rows))
     values = rng.standard_normal(rows)
     values -= fraction @ values

@@ -7,9 +7,9 @@
     partition 2    offsets  40 ..  89 |  90 .. 139 | ...     trainer 0
                              step 0       step 1
 
-A step takes equally many offsets of every partition, so its rows depend on the topic alone, and the position
-after any step is known. An offset without a valid row (the message is invalid, or compaction has removed it)
-makes the batch smaller. The master lets trainers take a step once every partition has all of its offsets.
+The number of offsets per step is fixed for each partition. So the rows of a step depend on the topic alone,
+and the position after any step is known. An offset without a valid row (the message is invalid, or compaction
+has removed it) makes the batch smaller. The master lets trainers take a step once all of its offsets exist.
 """
 
 from __future__ import annotations
@@ -217,7 +217,6 @@ class _Partition:
     messages: deque[Any] = field(default_factory=deque)  # fetched, and not yet taken
 
     def take(self) -> Iterator[Any]:
-        """Yield the messages of the next step."""
         self.next += self.rows
         while self.messages and self.messages[0].offset() < self.next:
             yield self.messages.popleft()

@@ -1,4 +1,4 @@
-"""The lanes of a unit: which rows belong to a step, and the part of them that one trainer reads.
+"""The lanes of a unit, which determine the rows of a step, and the rows that each trainer reads.
 
 ::
 

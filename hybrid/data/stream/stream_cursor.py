@@ -143,8 +143,8 @@ class StreamCursor:
     def is_delta_due(self, event_time: float) -> bool:
         """Return whether a delta is due after a step whose latest event time is ``event_time``.
 
-        If ``event_time`` has reached ``delta_time``, set that to the next multiple of ``event_seconds``. The
-        first event time only sets the first multiple. The result depends only on the steps so far.
+        Once ``event_time`` reaches ``delta_time``, move ``delta_time`` to the next multiple of
+        ``event_seconds``. The first event time only sets the first multiple, and makes no delta due.
         """
         reached = self.delta_time
         if event_time >= reached:

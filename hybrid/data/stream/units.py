@@ -6,8 +6,8 @@
                                      log/day=02/_SUCCESS, part-0.parquet                    unit 2
                                      log/day=03/part-0.parquet                              not complete yet
 
-A unit that sorts before the last one read is never read, because the position in a stream is the name of a
-unit and a position in each of its lanes. If it appears while the run trains, a warning names it.
+A unit that sorts before the unit in progress is never read, because the position in a stream is the name of a
+unit and a position in each of its lanes. If such a unit appears while the run trains, a warning names it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StreamUnit:
 
 
 def stream_layout(config: RunConfig) -> Layout:
-    """Return the columns of a stream, without its side tables; see :meth:`StreamUnit.layout`."""
+    """Return the columns of a stream, without side tables; :meth:`StreamUnit.layout` adds them."""
     return replace(Layout.of(config.data, config.columns, config.tasks), reads_keys=True)
 
 
@@ -132,7 +132,7 @@ class Files:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of up to 32 evenly spread segments; DataError without unit or valid row."""
+        """Yield the first blocks of 32 evenly spread segments; DataError without a unit or valid rows."""
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")

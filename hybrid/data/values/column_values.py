@@ -237,7 +237,6 @@ def _seconds_of_texts(texts: pa.Array, missing: tuple[str, ...]) -> tuple[Number
 
 
 def _to_seconds(times: pa.Array) -> Numbers:
-    """Return timestamps in microseconds as seconds, NaN for null."""
     microseconds = times.cast(pa.int64()).cast(pa.float64(), safe=False)
     return np.asarray(microseconds.to_numpy(zero_copy_only=False) / 1e6)
 

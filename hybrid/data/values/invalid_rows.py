@@ -25,7 +25,6 @@ class Reason(StrEnum):
     advice: str
 
     def __new__(cls, key: str, advice: str = "") -> Self:
-        """Create a member that equals the text ``key``."""
         reason = str.__new__(cls, key)
         reason._value_ = key
         reason.advice = advice
