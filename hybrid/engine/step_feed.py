@@ -2,20 +2,19 @@
 
 ::
 
-    sync             step s     look up s ── compute s
-                     step s+1                          look up s+1 ── compute s+1
+    sync        step s     look up s ── compute s, send its gradients
+                step s+1                          look up s+1 ── compute s+1, send its gradients
 
-    lookahead,       step s     compute s, send its gradients with the lookup of s+2
-    async            step s+1   compute s+1, send its gradients with the lookup of s+3
+    lookahead   step s     compute s, send its gradients with the lookup of s+1
+    async       step s     compute s, send its gradients with the lookup of s+2
 
 A lookup that is sent before its step begins is **prefetched**. At the start of a pass, no gradients can carry
-the lookups of the first two steps, which are sent at once. In lookahead mode, a worker responds to the lookup
-of step s+2 once update s+1 is applied.
+the lookup of the first step (in async mode, of the first two steps), which is sent at once. In lookahead
+mode, a worker responds to the lookup of step s+1 once update s is applied.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
@@ -24,7 +23,6 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
-_LOOK_AHEAD = 2  # a lookup is prefetched with the gradients of the second step before its own
 AnySamples = TypeVar("AnySamples", bound="Samples")
 
 
@@ -67,6 +65,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._mode = rules.mode
         self._num_micro_batches = rules.micro_batches
         self._should_prefetch = rules.mode is not UpdateMode.SYNC
+        self._num_ahead = 2 if rules.mode is UpdateMode.ASYNC else 1  # steps read before the current one
         self._clock = clock
         self.begin(iter(()), 0)
 
@@ -83,10 +82,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
 
         The response to a prefetched lookup shows that the gradients in the same message have arrived.
         """
-        # In lookahead mode, a worker responds to the next lookup after it has applied all of these gradients.
-        # Later lookups wait for gradients that do not exist yet.
-        num_steps = 1 if self._mode is UpdateMode.LOOKAHEAD else len(self._steps)
-        for step in islice(self._steps, num_steps):
+        for step in self._steps:
             for micro in step.micro_batches:
                 if micro.lookup is not None:
                     micro.lookup.flush()
@@ -97,8 +93,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
 
         At the start of a pass, the call reads the batches of the first steps, and sends prefetched lookups.
         """
-        num_ahead = _LOOK_AHEAD if self._should_prefetch else 1
-        while len(self._steps) < num_ahead and self._read_step():
+        while len(self._steps) < self._num_ahead and self._read_step():
             pass
         return bool(self._steps)
 
@@ -107,7 +102,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         if not self.has_next():
             raise StopIteration
         current = self._steps[0]
-        if len(self._steps) == _LOOK_AHEAD:  # false in sync mode, and once the batches have ended
+        if self._should_prefetch and len(self._steps) == self._num_ahead:  # else the batches have ended
             self._read_step(current)
         return current
 

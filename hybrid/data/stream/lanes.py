@@ -31,7 +31,7 @@ from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.data.values.model_columns import Targets
 from hybrid.errors import DataError
 
-# A trainer reads at most 2 batches ahead (BatchStream), and prefetches the lookups of 2 more.
+# A trainer reads at most 2 batches ahead (BatchStream), and prefetches the lookups of at most 2 more.
 _KEPT_POSITIONS = 16
 
 

@@ -138,11 +138,13 @@ class TableShards(HostedModule, TableSource):
         items = self._prefetched.pop(ticket.key, None)
         if items is None:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
-        self.contribute(ticket, items, grads, should_update_here=attached is not None)
-        if attached is not None:
-            return self.lookup(attached.ticket, attached.items)
         response: Future[list[Tensor]] = Future()
-        response.set_result([])
+        if attached is None:
+            response.set_result([])
+        else:  # before the gradients, since the update that they may complete runs the waiting lookups
+            response = self.lookup(attached.ticket, attached.items)
+        # The sender of a lookup waits for the update anyway, so the update may run in this thread.
+        self.contribute(ticket, items, grads, should_update_here=attached is not None)
         return response
 
     def contribute(

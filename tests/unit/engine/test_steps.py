@@ -54,7 +54,6 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
     ("mode", "awaited"), [(UpdateMode.SYNC, []), (UpdateMode.LOOKAHEAD, [6]), (UpdateMode.ASYNC, [6, 7])]
 )
 def test_flush_waits_for_messages_with_gradients(mode: UpdateMode, awaited: list[int]) -> None:
-    """In lookahead mode, the response for step 7 follows update 6, whose gradients do not exist yet."""
     flushed: list[object] = []
 
     def lookup(ids: object, ticket: Ticket, earlier: object = None) -> object:

@@ -320,11 +320,12 @@ class TestPrefetches:
         with hosting(UpdateRules(2, UpdateMode.LOOKAHEAD, micro_batches=2)) as host:
             host.record(range(1, 2))
             order = [(trainer, index) for trainer in (1, 0) for index in (0, 1)]
-            for ticket in (prefetch(step, *each) for step in range(2) for each in order):
-                host.lookup(ticket, [(0, Bags(torch.tensor([1, 4])))])
+            items = [(0, Bags(torch.tensor([1, 4])))]
+            for each in order:
+                host.lookup(prefetch(0, *each), items)
             for step in range(2):
                 for each in order:
-                    later = LookupRequest(prefetch(step + 2, *each), [])
+                    later = LookupRequest(prefetch(step + 1, *each), items)
                     host.send_gradients(prefetch(step, *each), [torch.ones(2, 2)], later)
             assert [span.name for span in host.take_spans()].count("distinct rows") == 1
 
