@@ -130,11 +130,8 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     Raises:
         ConfigError: a key does not apply to custom loops, or a decaying schedule lacks ``schedule.steps``.
     """
-    if config.dense.ddp == "inside":
-        rule = "must be outside or none in a custom training loop, whose module has no stages"
-        raise ConfigError("dense.ddp", rule, "inside")
     defaults = DenseSection()
-    for name in ("compile", "autocast", "tensor_size", "remote_mlp"):
+    for name in ("ddp", "compile", "autocast", "tensor_size", "remote_mlp"):
         value = getattr(config.dense, name)
         if value != getattr(defaults, name):
             raise ConfigError(f"dense.{name}", _CONFIGURED, value)

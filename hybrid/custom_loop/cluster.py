@@ -129,10 +129,9 @@ class Cluster:
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, wrap the rest in DDP, and return the module to call.
 
-        All trainers call it together. All replicas get the parameters of trainer 0. With ``dense.ddp`` none,
-        there is no DDP, and each trainer keeps its own parameters. Afterwards, all trainers decide together
-        in ``step()`` of a ``torch.optim`` optimizer of these parameters: ``train.clip_norm`` scales all
-        gradients, also of tables, and ``train.non_finite`` may drop all of them.
+        All trainers call it together. All replicas get the parameters of trainer 0. Afterwards, all trainers
+        decide together in ``step()`` of a ``torch.optim`` optimizer of these parameters: ``train.clip_norm``
+        scales all gradients, also of tables, and ``train.non_finite`` may drop all of them.
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.

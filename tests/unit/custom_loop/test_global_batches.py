@@ -157,6 +157,7 @@ def test_checksum_covers_every_tensor() -> None:
     assert checksum(first, 0) != checksum(second, 0)
     in_turn = [checksum(first, number) != checksum(second, number) for number in range(1, 5)]
     assert sum(in_turn) == 1, "four tensors, of which each later batch compares one"
+    assert checksum({"text": ["a", "b"]}, 1) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])

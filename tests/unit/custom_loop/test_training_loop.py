@@ -286,7 +286,7 @@ def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': "),
+        ('[dense]\nddp = "none"\n', "dense.ddp = 'none': "),
         ('[dense]\ncompile = "inductor"\n', "dense.compile = 'inductor': "),
         ("[dense]\nremote_mlp = [8]\n", "dense.remote_mlp = "),
         ('[dense]\ndevice = "cpu,cpu"\n', "dense.device = 'cpu,cpu': "),
