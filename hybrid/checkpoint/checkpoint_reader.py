@@ -199,15 +199,17 @@ class Checkpoint:
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Copy every ``count``-th row from row ``index`` on, with optimizer state, into a worker's shard.
 
-        The number of stored shards may differ from ``count``. Do not call this on an export, whose shards
-        are ranges of rows. This is not checked.
+        The number of stored shards may differ from ``count``.
 
         Args:
-            into: "weight" and optimizer state of the shard. Further stored rows are ignored.
+            into: "weight" and optimizer state of the shard.
 
         Raises:
-            CheckpointError: the table is missing, has fewer rows, another width, or another optimizer.
+            CheckpointError: the table is missing, or has another number of rows, width or optimizer; or this
+                is an export, which training cannot continue.
         """
+        if self.is_exported:
+            raise CheckpointError(f"{self.folder}: is an export, without the state of optimizers")
         num_shards = self.num_shards(table)
         common = math.gcd(count, num_shards)
         period = num_shards // common
@@ -221,8 +223,9 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
             for name, tensor in into.items():
                 target, source = tensor[rows], stored[name][stored_rows]
-                if len(source) < len(target):
-                    raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
+                if len(source) != len(target):
+                    rule = "has more or fewer rows than the model's"
+                    raise CheckpointError(f"{self.folder}: table {table} {rule}")
                 # No temporary array of all rows: the memory may be too small for one.
                 for start in range(0, len(target), _BLOCK_ROWS):
                     block = slice(start, min(start + _BLOCK_ROWS, len(target)))

@@ -344,7 +344,8 @@ class Cluster:
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the checkpoint has another model, data or objects, or all are damaged.
+            CheckpointError: the checkpoint has another model, data or objects, or all are damaged; or
+                ``folder`` is itself a checkpoint.
             ConfigError: another run uses the folder, or the folder cannot be created.
             RuntimeError: the script has already called :meth:`resume`, or has begun the first step.
             ValueError: ``every_steps`` is below 1.
@@ -363,6 +364,9 @@ class Cluster:
         history.is_recorded = True
         history.now.start = describe_start(loop.model.net, objects, self.world_size)
         step = -1
+        if self.rank == 0 and storage.exists(root / MANIFEST_FILE):
+            rule = "is a checkpoint; resume in another folder, and load this one by cluster.load"
+            raise CheckpointError(f"{root}: {rule}")
         if self.rank == 0 and checkpoint_folders.list_checkpoints(root):
             step = Checkpoint.newest_valid(root, self._backend.warn).manifest.step
             checkpoint_folders.remove_after(root, step)

@@ -292,11 +292,13 @@ def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: 
     """Return the configuration of a run to resume, with overrides (``section.key=value``).
 
     Raises:
-        ConfigError: there is no run; an override changes the model or the data; or, unless ``trust_code``, a
+        ConfigError: there is no run, but perhaps a checkpoint; an override changes the model or the data; or, unless ``trust_code``, a
             value needs this user's signature and has none.
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "contains no run", str(run))
+    if files.exists(run / checkpoint_folders.MANIFEST_FILE):
+        raise ConfigError("--resume", "is a checkpoint or an export; name the folder of its run", str(run))
     used = {*SECTION_KEYS, *NAMED_KEYS} - {"run"}  # which has the folder, and a name for new folders
     config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses=used)
     check_same_model(run, config)

@@ -474,9 +474,9 @@ def test_rows_of_any_number_of_shards_load_into_any_other_number(
             stored.load_rows("t", index, now, into)
             assert torch.equal(into["weight"], values)
             assert torch.equal(into["sum"], -values[:, 0])
-    into = {"weight": torch.zeros(num_rows + 1, 2), "sum": torch.zeros(num_rows + 1)}
-    with pytest.raises(CheckpointError, match="table t"):
-        stored.load_rows("t", 0, 1, into)
+    for other in (num_rows - 1, num_rows + 1):
+        with pytest.raises(CheckpointError, match="table t"):
+            stored.load_rows("t", 0, 1, {"weight": torch.zeros(other, 2), "sum": torch.zeros(other)})
 
 
 @pytest.mark.parametrize("tensors", [{}, {"rows": torch.zeros(3, 2)}, {"weight": torch.tensor(1.0)}])

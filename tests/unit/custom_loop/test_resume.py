@@ -309,6 +309,10 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
             cluster.load(tmp_path / "saved", other)
     with pytest.raises(ValueError, match="every_steps"):
         cluster.resume(tmp_path / "run", every_steps=0)
+    with pytest.raises(CheckpointError, match="/saved: is a checkpoint"):
+        cluster.resume(tmp_path / "saved", optimizer)
+    cluster = hybrid.connect()
+    optimizer = torch.optim.SGD(cluster.distribute(Net()).parameters(), lr=0.1)
     cluster.resume(tmp_path / "run", optimizer)
     with pytest.raises(RuntimeError, match="first step"):
         cluster.resume(tmp_path / "run", optimizer)

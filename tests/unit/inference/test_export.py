@@ -404,6 +404,8 @@ def test_module_of_a_custom_loop_computes_its_outputs(
     for exported in (program_of(tmp_path / "served"), onnx_of(tmp_path / "served")):
         assert largest_difference(exported(inputs), expected) < 1e-6
     assert 1e-6 < largest_difference(program_of(tmp_path / "half")(inputs), expected) < 1e-2
+    with pytest.raises(CheckpointError, match="half: is an export"):
+        Checkpoint.open(tmp_path / "half").load_rows("item", 0, 1, {})
 
 
 def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

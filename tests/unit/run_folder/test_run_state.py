@@ -101,8 +101,11 @@ def test_a_resumed_run_keeps_its_model() -> None:
     check_same_model(run, same)
 
 
-def test_a_fifo_is_no_configuration_of_a_run() -> None:
+def test_a_checkpoint_is_no_run_and_a_fifo_no_configuration() -> None:
     run = make_run("run-20260101-000000")
+    (run / "manifest.json").touch()
+    with pytest.raises(ConfigError, match="--resume = .*: is a checkpoint"):
+        load_resumed_config(run, [])
     (run / "config.toml").unlink()
     os.mkfifo(run / "config.toml")
     with pytest.raises(ConfigError, match="--resume"):
