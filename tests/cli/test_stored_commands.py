@@ -95,7 +95,7 @@ def test_refused_export_leaves_no_file(twins: Twins, store: Store, monkeypatch: 
         line = refusal("export", STORED / "run", "--output", STORED / "no", "--format", "tables")
         sent_files = [path for method, path in proxy.seen if method == "PUT" and "." in path]
         assert not files.exists(STORED / "no")
-    assert line.startswith(f"hybrid export: {STORED / 'no'}: cannot be written: ")
+    assert line.startswith(f"hybrid export: {STORED / 'no'}/preprocessing.json: ")
     assert line.endswith(CREDENTIALS)
     assert ["preprocessing" in path for path in sent_files].index(True) == len(sent_files) - 1 > 3
 

@@ -383,7 +383,8 @@ def report_command(options: argparse.Namespace) -> None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         names = ", ".join(map(str, options.run_folders))
         raise DataError(f"{names}: a file has another form than those of this version ({error})") from error
-    files.write_bytes(options.output, page.encode())
+    with run_access.run_write_errors(options.output, run_access.OTHER_OUTPUT):
+        files.write_bytes(options.output, page.encode())
     print_line(f"report  {options.output}")
 
 

@@ -42,6 +42,7 @@ from workers.cli.arguments import STREAM
 from workers.console.messages import data_notes, print_line, unknown_fractions
 from workers.console.terminal import transient_status
 from workers.exit_codes import ExitCode
+from workers.run_folder.run_access import OTHER_OUTPUT, run_write_errors
 
 ROW = "row"  # the column of row numbers
 STDOUT = Path(STREAM)
@@ -322,14 +323,15 @@ def export_followed(
         if folder in kept:  # exported before the run or this command was interrupted
             kept.remove(folder)
             storage.remove(folder)
-        if isinstance(output, Path):
-            make_folder(output)
         write_tables = partial(tables.write, changes=changes, last_folder=last_folder)
-        _export(model, folder, formats, write_tables)
+        with run_write_errors(output, OTHER_OUTPUT):
+            if isinstance(output, Path):
+                make_folder(output)
+            _export(model, folder, formats, write_tables)
+            current = {"folder": folder.name, "step": model.step}
+            storage.write_bytes(output / CURRENT_FILE, json.dumps(current).encode())
         last_folder = folder if isinstance(folder, Path) else None
         kept.append(folder)
-        current = {"folder": folder.name, "step": model.step}
-        storage.write_bytes(output / CURRENT_FILE, json.dumps(current).encode())
         while len(kept) > _KEPT_EXPORTS:
             storage.remove(kept.pop(0))
         seconds = time.time() - model.taken_at
@@ -383,7 +385,7 @@ def _narrow(model: TrainedModule, dtype: torch.dtype) -> list[str]:
 def _new_folder(output: StoragePath) -> Iterator[Path]:
     """Yield a folder to fill. At the end, it is renamed to ``output``; a store gets copies of its files."""
     is_remote = isinstance(output, RemotePath)
-    try:
+    with run_write_errors(output, OTHER_OUTPUT):
         parent = None if is_remote else Path(str(output)).parent
         with tempfile.TemporaryDirectory(prefix=".hybrid-", dir=parent) as scratch:
             folder = Path(scratch, "export")
@@ -401,8 +403,6 @@ def _new_folder(output: StoragePath) -> Iterator[Path]:
                 with suppress(OSError):
                     storage.remove(output)
                 raise
-    except OSError as error:
-        raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
 
 
 def check_new(output: StoragePath) -> None:

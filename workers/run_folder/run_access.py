@@ -76,8 +76,11 @@ def log_path(run: Path, role: Role) -> Path:
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"
 
 
+OTHER_OUTPUT = "choose another --output"  # a remedy
+
+
 @contextmanager
-def run_write_errors(path: Path, remedy: str = "set run.folder to another folder") -> Iterator[None]:
+def run_write_errors(path: StoragePath, remedy: str = "set run.folder to another folder") -> Iterator[None]:
     """Convert an OSError in this block to a HybridError, which says that ``path`` cannot be written.
 
     Args:
@@ -292,8 +295,8 @@ def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: 
     """Return the configuration of a run to resume, with overrides (``section.key=value``).
 
     Raises:
-        ConfigError: there is no run, but perhaps a checkpoint; an override changes the model or the data; or, unless ``trust_code``, a
-            value needs this user's signature and has none.
+        ConfigError: there is no run, but perhaps a checkpoint; an override changes the model or the data;
+            or, unless ``trust_code``, a value needs this user's signature and has none.
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "contains no run", str(run))

@@ -34,6 +34,7 @@ from support.trained import (
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hybrid.checkpoint.checkpoint_folders import Manifest, shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import ChangedRows
 from hybrid.config.loading import to_toml
 from hybrid.errors import CheckpointError, HybridError
@@ -397,7 +398,8 @@ def test_module_of_a_custom_loop_computes_its_outputs(
     assert torch.allclose(probabilities, logits.sigmoid(), atol=1e-6)
     main(["export", *arguments, "--format=program", "--format=onnx", f"--output={tmp_path / 'served'}"])
     assert f"wrote               {tmp_path / 'served/model.onnx'}\n" in capsys.readouterr().out
-    main(["export", *arguments, "--dtype=bfloat16", f"--output={tmp_path / 'half'}"])
+    half = ["--format=program", "--format=tables", "--dtype=bfloat16", f"--output={tmp_path / 'half'}"]
+    main(["export", *arguments, *half])
     model = CustomModule(TrainedRun.read(saved, print), net, in_memory=True)
     inputs, expected = model.encode(texts_of(new)), predicted_columns(saved, new, net)
     assert largest_difference(model(dict(reversed(inputs.items()))), expected) < 1e-6

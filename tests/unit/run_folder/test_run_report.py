@@ -107,8 +107,10 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     assert len(ids(page)) == len(set(ids(page))), "the plots share no ids"
     assert rows(page, "train.batch_size", 3) == ["1", "2", "3"]
     assert "train.epochs" not in cells(page)
+    folder = str(tmp_path / "b")
+    assert f" {folder}: cannot be written: " in commands.refusal("report", tmp_path / "a", "--output", folder)
     (tmp_path / "b" / RESULT_FILE).write_text("[]")
-    assert str(tmp_path / "b") in commands.refusal("report", tmp_path / "a", tmp_path / "b")
+    assert folder in commands.refusal("report", tmp_path / "a", folder)
 
 
 def test_means_of_undefined_and_missing_metrics(capsys: pytest.CaptureFixture[str]) -> None:

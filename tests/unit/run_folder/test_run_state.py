@@ -104,7 +104,7 @@ def test_a_resumed_run_keeps_its_model() -> None:
 def test_a_checkpoint_is_no_run_and_a_fifo_no_configuration() -> None:
     run = make_run("run-20260101-000000")
     (run / "manifest.json").touch()
-    with pytest.raises(ConfigError, match="--resume = .*: is a checkpoint"):
+    with pytest.raises(ConfigError, match=r"--resume = .*: is a checkpoint"):
         load_resumed_config(run, [])
     (run / "config.toml").unlink()
     os.mkfifo(run / "config.toml")
