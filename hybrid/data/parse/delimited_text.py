@@ -114,8 +114,8 @@ def parse_lines(text: bytes, layout: Layout) -> TableBlock:
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
     """Return the position of the first row that ends after byte ``at`` of a plain text file.
 
-    If the 16 MiB before ``at`` have no line feed, return ``at``, which may be within a row. For errors, see
-    :func:`read_header`.
+    If a line has more than 16 MiB before ``at``, return ``at``: the segment before it has a line that is too
+    long to read. For errors, see :func:`read_header`.
     """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
@@ -126,7 +126,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
             end = window.rfind(b"\n") + 1
             if not start or end > size - MAX_RECORD_BYTES // 2:
                 break
-    if not end:
+    if start and not end:
         return at
     text = _normalize(window[:end], layout)
     num_lines = text.count(b"\n", 0, _Parser(names, layout).count_complete(text))

@@ -265,7 +265,8 @@ def parse_date_parts(
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
     """Mask all values but missing ones if each is a date in digits, such as 20240131; else mask no value."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
-    given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
+    is_missing_B = np.asarray(pc.is_in(texts, value_set=pa.array(missing, pa.string())))
+    given_B = np.asarray(texts.is_valid()) & ~is_missing_B
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
     return given_B if is_date_B[given_B].all() else np.zeros_like(given_B)
 

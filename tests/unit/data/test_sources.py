@@ -26,7 +26,7 @@ from hybrid.data.parse.column_check import check_columns
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.delimited_text import STDIN
 from hybrid.data.parse.input_files import list_files
-from hybrid.data.parse.sources import RawBlock, read_blocks
+from hybrid.data.parse.sources import RawBlock, read_blocks, read_segment, split_files
 from hybrid.data.values import invalid_rows
 from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import ConfigError, DataError
@@ -50,6 +50,15 @@ def test_csv_strips_blanks_and_recognizes_missing_values(tmp_path: Path) -> None
     assert block.targets.labels_BT.tolist() == [[1], [0], [0]]
     assert block.source_rows_B.tolist() == [0, 1, 2]
     assert report.total == 0
+
+
+@pytest.mark.parametrize("num_bytes", [2, 7, 30])
+def test_rows_may_be_longer_than_a_segment(tmp_path: Path, num_bytes: int) -> None:
+    path = write(tmp_path / "a.csv", "1,2.5,0,Rome\n0,1,,Oslo\n")
+    layout = Layout.of(CSV)
+    blocks = [b for each in split_files([path], layout, 1, num_bytes) for b in read_segment(each, layout)]
+    assert [city for block in blocks for city in block.columns["city"].to_pylist()] == ["Rome", "Oslo"]
+    assert not any(block.invalid for block in blocks)
 
 
 def test_header_quotes_byte_order_mark_and_column_order(tmp_path: Path) -> None:

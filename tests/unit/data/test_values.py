@@ -19,6 +19,7 @@ from hybrid.data.encode.feature_encoder import SparseEncoding
 from hybrid.data.encode.fitting import Quantiles
 from hybrid.data.values.canonical import canonical_text, canonicalize, trim_blanks
 from hybrid.data.values.column_values import (
+    find_digit_dates,
     parse_date_parts,
     parse_labels,
     parse_numbers,
@@ -193,6 +194,7 @@ def test_dates_in_digits() -> None:
         (pa.array([14102109.0, None, 14102110.0]), "%y%m%d%H"),
     ):
         check_date_parts(column, [9, np.nan, 10], [1, np.nan, 1], form)
+    assert find_digit_dates(pa.array(["20170601"]), ()).tolist() == [True]
     assert parse_date_parts(pa.array(["noon", "20170601"]), (), "hour", "%Y%m%d")[1].tolist() == [True, False]
 
 
