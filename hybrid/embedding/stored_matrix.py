@@ -113,8 +113,8 @@ def open_matrix(source: str) -> Iterator[tuple[tuple[int, ...], _Rows]]:
             yield shape, rows
     except StorageError:
         raise
-    except (OSError, SafetensorError, ValueError, LookupError, RuntimeError) as error:
-        # RuntimeError: torch cannot map the file, which may be larger than it looks.
+    except (OSError, SafetensorError, ValueError, LookupError, RuntimeError, TypeError) as error:
+        # RuntimeError: torch cannot map the file, which may be larger than it looks. TypeError: float8.
         raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error):.300}") from error
 
 

@@ -33,4 +33,5 @@ def assign_rows(into: Tensor, rows: Any, values: npt.NDArray[Any]) -> None:
     elif values.dtype.kind == "V":
         as_array(into)[rows] = values.view(np.uint16)
     else:
-        as_array(into)[rows] = as_array(torch.tensor(values).to(torch.bfloat16))
+        native = values.astype(values.dtype.newbyteorder("="), copy=False)
+        as_array(into)[rows] = as_array(torch.tensor(native).to(torch.bfloat16))

@@ -300,8 +300,8 @@ class KeyMap:
         half_life, limit = self._growth.half_life, self._bucket_limit
         added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
         self._reserve(self._sizes_N + added_N, _HARD_LOAD)
-        if self.end - self._free_R[0] + len(keys_U) > self._capacity and not limit:
-            raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
+        if not limit:
+            self._require_memory(self.end - self._free_R[0] + len(keys_U))
         rows_U, counts_U = np.empty(len(keys_U), np.int64), np.empty(len(keys_U), np.int64)
         _count_keys(*self._map, self._sizes_N, self._records_R2, keys_U, step, half_life, rows_U, counts_U)
         self._num_added = int((counts_U == 1).sum())
@@ -366,6 +366,10 @@ class KeyMap:
             number = math.ceil(self._num_added / ((_HARD_LOAD - _SOFT_LOAD) * (1 << log)))
             self._double(smallest[:number])
 
+    def _require_memory(self, num_rows: int) -> None:
+        if num_rows > self._capacity:
+            raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
+
     def _reserve(self, sizes_N: Ints, load: float) -> None:
         """Double the slots of buckets until none exceeds the load factor ``load`` with ``sizes_N`` keys."""
         while len(full := np.flatnonzero(sizes_N > load * (1 << self._logs_N))):
@@ -375,7 +379,8 @@ class KeyMap:
         for bucket in buckets.tolist():
             log = int(self._logs_N[bucket])
             if log == _MAX_LOG_SLOTS:
-                raise ClusterError(f"table {self._table}: a bucket has more than {1 << log:,} keys")
+                rule = f"too many keys for the {1 << log:,} slots of a bucket; set evict_after"
+                raise ClusterError(f"table {self._table}: {rule}")
             slots_S2 = self._slots(bucket)
             keys_M, values_M = slots_S2[slots_S2[:, 1] != 0].T
             self._logs_N[bucket] += 1
@@ -401,6 +406,7 @@ class KeyMap:
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
         """Add new keys and their records. The keys of ``records_R2`` get the next rows, in this order."""
         first, stop = self.end, self.end + len(records_R2)
+        self._require_memory(stop)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))
         self._add(pending_P2[:, 0], ~pending_P2[:, 1])
         self._records_R2[first:stop] = records_R2

@@ -113,6 +113,14 @@ def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path) -> None:
     assert np.array_equal(out_RD.numpy(), rows_RD, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_may_be_big_endian(dtype: torch.dtype, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", ROWS_RD.numpy().astype(">f4"))
+    out_RD = torch.empty(ROWS_RD.shape, dtype=dtype)
+    read_rows(str(tmp_path / "rows.npy"), out_RD)
+    assert torch.equal(out_RD, ROWS_RD.to(dtype))
+
+
 @pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
 def test_file_in_an_object_store_is_fetched(there: RemotePath, kind: str, tmp_path: Path) -> None:
     source = make_absolute(write_rows(tmp_path, kind).replace(str(tmp_path), str(there)))
@@ -137,6 +145,7 @@ def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
         ({"a": torch.zeros(3)}, "", r"\[3\]"),
         ({"a": torch.zeros(0, 3)}, "", r"\[0, 3\]"),
         ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds int64"),
+        ({"a": torch.zeros(2, 3, dtype=torch.float8_e4m3fn)}, "", r"wrong\.safetensors: "),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "''.* #a, #b$"),
         ({"a": torch.zeros(2, 3)}, "#c", "'c'.* #a$"),
     ],

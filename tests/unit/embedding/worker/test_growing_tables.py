@@ -5,9 +5,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from support.shards import Cluster, evaluate, train
@@ -21,7 +23,7 @@ from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, ClusterError
 from hybrid.primitives.key_hashes import next_of
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_rows import initial_state, update_rows
@@ -254,6 +256,21 @@ def test_a_checkpoint_with_other_keys_is_refused(
         Manifest(1, 0, actual.placement.shapes, files).write(tmp_path / "wrong")
         with pytest.raises(CheckpointError, match=rf"\bt\b.*{message}"):
             actual.load(tmp_path / "wrong", 1)
+
+
+def test_rows_beyond_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, keys, grads = spec(Growth(), "sgd"), torch.arange(8000), torch.ones(8000, DIM)
+    saved, refusal = tmp_path / "saved", r"table t: .* max_rows$"
+    with closing(Workers(table, 1)) as actual:
+        actual.update(0, 0, keys, grads)
+        actual.save(saved, 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 16))
+    with closing(Workers(table, 1)) as small:
+        with pytest.raises(ClusterError, match=refusal):
+            small.load(saved, 1)
+        small.update(0, 0, keys, grads)
+        with pytest.raises(ClusterError, match=refusal):
+            small.read([1], 1)
 
 
 def test_a_bucket_that_grows_leaves_its_neighbors_as_they_are() -> None:
