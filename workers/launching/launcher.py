@@ -41,6 +41,7 @@ _NO_NETWORK_TEXTS = (
     os.strerror(errno.ENETUNREACH),
     "Temporary failure in name resolution",
     "Name or service not known",
+    "Could not resolve hostname",  # of object stores
 )
 
 

@@ -84,7 +84,7 @@ class SocketClient:
     Args:
         connection: owned by this object.
         timeout_seconds: limit of each wait: until a call is sent, and in ``Reply.wait`` for the response. The
-            time between is not limited: a lookup is sent more than a step before its vectors are needed.
+            time between is not limited: a lookup may be sent a step before its vectors are needed.
     """
 
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
@@ -110,9 +110,9 @@ class SocketClient:
         with self._sending:
             deadline = time.monotonic() + self._timeout_seconds
             self._number += 1
-            self._open[self._number] = reply
             call = Message(FrameKind.CALL, self._number, (qualified_name(function), plain), tensors)
             frame = self._frames.seal(call)
+            self._open[self._number] = reply
             try:
                 while frame:
                     try:

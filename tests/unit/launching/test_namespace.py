@@ -58,6 +58,7 @@ def test_refused_namespace_leaves_process_unchanged(monkeypatch: pytest.MonkeyPa
     [
         ("trainer 0: OSError: [Errno 101] Network is unreachable", True),
         ("trainer 0: gaierror: [Errno -3] Temporary failure in name resolution", True),
+        ("trainer 0: OSError: curlCode: 6, Could not resolve hostname", True),
         ("trainer 0: ValueError: shapes differ", False),
     ],
 )
