@@ -117,11 +117,11 @@ class Feed(Iterator[StepInput[AnySamples]]):
             return micro
         return micro._replace(lookup=self._embeddings.lookup(micro.batch.sparse_features, micro.ticket))
 
-    def _read_step(self, earlier: StepInput[AnySamples] | None = None) -> bool:
+    def _read_step(self, carrier: StepInput[AnySamples] | None = None) -> bool:
         """Read a batch, and append its step; return whether there was a batch.
 
         Args:
-            earlier: the step whose gradients carry prefetched lookups; None sends these lookups now.
+            carrier: the step whose gradients carry the prefetched lookups; None sends the lookups now.
         """
         with self._clock.phase("data"):
             batch = next(self._batches, None)
@@ -137,9 +137,9 @@ class Feed(Iterator[StepInput[AnySamples]]):
                 # In async mode, a lookup does not wait for the gradients of the step before.
                 version = max(self._first_step, step - 1) if self._mode is UpdateMode.ASYNC else step
                 prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
-                sent_before = None if earlier is None else earlier.micro_batches[index].lookup
+                sent_with = None if carrier is None else carrier.micro_batches[index].lookup
                 with self._clock.phase("lookup"):
-                    lookup = self._embeddings.lookup(samples.sparse_features, prefetch, sent_before)
+                    lookup = self._embeddings.lookup(samples.sparse_features, prefetch, sent_with)
             is_last = index == self._num_micro_batches - 1
             micro_batches.append(MicroBatch(samples, ticket, lookup, is_last))
         self._steps.append(StepInput(batch, micro_batches))

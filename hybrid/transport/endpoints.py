@@ -76,12 +76,12 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """Pass a lookup's gradients to the tables; return a future of the next lookup's vectors, if any."""
-    number, ticket, num_grads, next_ticket, items = plain
+    number, ticket, num_grads, attached_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
     attached = None
-    if next_ticket is not None:
-        attached = LookupRequest(Ticket.of(next_ticket), unpack_items(items, tensors[num_grads:]))
+    if attached_ticket is not None:
+        attached = LookupRequest(Ticket.of(attached_ticket), unpack_items(items, tensors[num_grads:]))
     return tables.send_gradients(Ticket.of(ticket), grads, attached)
 
 

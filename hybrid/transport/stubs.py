@@ -112,9 +112,9 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
     def send_gradients(
         self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
     ) -> PendingTensors[list[Tensor]]:
-        next_ticket = None if attached is None else attached.ticket.plain
+        attached_ticket = None if attached is None else attached.ticket.plain
         plain, tensors = pack_items(() if attached is None else attached.items)
-        request = self.number, ticket.plain, len(grads), next_ticket, plain
+        request = self.number, ticket.plain, len(grads), attached_ticket, plain
         client = endpoints.running.clients[self.role]
         return PendingTensors(self.role, client.call(endpoints.exchange, request, [*grads, *tensors]))
 

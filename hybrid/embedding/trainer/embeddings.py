@@ -77,13 +77,13 @@ class Embeddings:
         self._device = device
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, list[slice] | None]]] = {}
 
-    def lookup(self, sparse: SparseFeatures, ticket: Ticket, earlier: Lookup | None = None) -> Lookup:
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket, carrier: Lookup | None = None) -> Lookup:
         """Start the lookup of a batch, and return it without waiting for the vectors.
 
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            earlier: a prefetched lookup of an earlier step; the requests are sent together with its
+            carrier: a prefetched lookup of an earlier step; the requests are sent together with its
                 gradients. None sends the requests now.
 
         Raises:
@@ -97,11 +97,11 @@ class Embeddings:
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
         rows, columns = routes[0]
         if self._device.type != "cpu" and isinstance(rows, DistinctRows) and columns is None:
-            lookup = Lookup(ticket, items, DistinctRowsForGpu(rows), self.sources).send_or_attach(earlier)
+            lookup = Lookup(ticket, items, DistinctRowsForGpu(rows), self.sources).send_or_attach(carrier)
             lookup.ranks_BF = to_device(rows.ranks().view(rows.shape_BFD[:2]), self._device)
             return lookup
         layout = ConcatenatedFeatures(routes, self._ends[-1], lengths)
-        return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
+        return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
 
     def _routes_of(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
         """Return the routes of a batch, each with its columns; see :class:`ConcatenatedFeatures`."""
@@ -250,7 +250,7 @@ class ModuleTables:
         }
 
     def lookup(
-        self, requests: Sequence[TableRequest], ticket: Ticket, earlier: Lookup | None = None
+        self, requests: Sequence[TableRequest], ticket: Ticket, carrier: Lookup | None = None
     ) -> Lookup:
         """Start a lookup on all workers without waiting. In training, each worker then expects gradients.
 
@@ -260,7 +260,7 @@ class ModuleTables:
 
         Args:
             requests: the table and ids of each call.
-            ticket, earlier: see :meth:`Embeddings.lookup`.
+            ticket, carrier: see :meth:`Embeddings.lookup`.
 
         Raises:
             DataError: an id is not a row of its table, or offsets or weights do not match the ids.
@@ -270,7 +270,7 @@ class ModuleTables:
             for name, bags in requests:
                 self._check(self._tables[name], bags.ids_L)
             layout = self._layout(requests, items, ticket.purpose)
-        return Lookup(ticket, items, layout, self.sources).send_or_attach(earlier)
+        return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
 
     def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
         vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]

@@ -89,10 +89,10 @@ class Lookup:
         self._is_bits: list[bool] = []
         self.ranks_BF: Tensor | None = None
 
-    def send_or_attach(self, earlier: Lookup | None) -> Lookup:
-        """Send the requests now, or with the gradients of ``earlier`` if it is given; return this lookup."""
-        if earlier is not None:
-            earlier._attached = self
+    def send_or_attach(self, carrier: Lookup | None) -> Lookup:
+        """Send the requests now, or with the gradients of ``carrier`` if it is given; return this lookup."""
+        if carrier is not None:
+            carrier._attached = self
             return self
         for worker, items in self._items.items():
             with self._clock.span("send") as span:

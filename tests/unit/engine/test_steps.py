@@ -30,33 +30,23 @@ CPU = [torch.device("cpu")]
 SIZES = ([3, 0, 1], [2, 0, 4, 5])
 
 
-@pytest.mark.parametrize("mode", list(UpdateMode))
-def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> None:
-    versions = [5, 5, 6, 7] if mode is UpdateMode.ASYNC else [5, 6, 7, 8]
-    tickets: list[Ticket] = []
-
-    def lookup(ids: object, ticket: Ticket, earlier: object = None) -> object:
-        tickets.append(ticket)
-        return object()
-
-    tables: Any = SimpleNamespace(lookup=lookup)
-    batch: Any = SimpleNamespace(checksum=0, sparse_features=None, split=lambda count: [batch] * count)
-    feed = Feed[Any](tables, 0, UpdateRules(1, mode), StepClock())
-    feed.begin(iter([batch] * 4), 5)
-    for step in feed:
-        for micro in step.micro_batches:
-            feed.with_lookup(micro)
-        feed.end_step()
-    assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
-
-
 @pytest.mark.parametrize(
-    ("mode", "awaited"), [(UpdateMode.SYNC, []), (UpdateMode.LOOKAHEAD, [6]), (UpdateMode.ASYNC, [6, 7])]
+    ("mode", "versions", "awaited"),
+    [
+        (UpdateMode.SYNC, [5, 6, 7, 8], []),
+        (UpdateMode.LOOKAHEAD, [5, 6, 7, 8], [6]),
+        (UpdateMode.ASYNC, [5, 5, 6, 7], [6, 7]),
+    ],
 )
-def test_flush_waits_for_messages_with_gradients(mode: UpdateMode, awaited: list[int]) -> None:
+def test_lookups_see_updates_and_flush_waits_for_messages_with_gradients(
+    mode: UpdateMode, versions: list[int], awaited: list[int]
+) -> None:
+    """A pass begins after all updates of earlier steps. The flush follows its first step."""
+    tickets: list[Ticket] = []
     flushed: list[object] = []
 
-    def lookup(ids: object, ticket: Ticket, earlier: object = None) -> object:
+    def lookup(ids: object, ticket: Ticket, carrier: object = None) -> object:
+        tickets.append(ticket)
         return SimpleNamespace(flush=lambda: flushed.append(ticket.step))
 
     sources = SimpleNamespace(flush=lambda: flushed.append("others"))
@@ -64,9 +54,13 @@ def test_flush_waits_for_messages_with_gradients(mode: UpdateMode, awaited: list
     batch: Any = SimpleNamespace(checksum=0, sparse_features=None, split=lambda count: [batch] * count)
     feed = Feed[Any](tables, 0, UpdateRules(1, mode), StepClock())
     feed.begin(iter([batch] * 4), 5)
-    next(feed)
-    feed.end_step()
-    feed.flush()
+    for step in feed:
+        for micro in step.micro_batches:
+            feed.with_lookup(micro)
+        feed.end_step()
+        if feed.step == 6:
+            feed.flush()
+    assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
     assert flushed == [*awaited, "others"]
 
 
