@@ -40,6 +40,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("needs root: it makes hosts, or becomes another user")
 
 
 @pytest.fixture(scope="session", autouse=True)

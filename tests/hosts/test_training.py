@@ -9,7 +9,7 @@ from support.host_roles import placed, started_on
 from support.hosts import Host
 from support.namespaces import needs_hosts
 
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.root]
 
 
 def trained_on(

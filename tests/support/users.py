@@ -1,13 +1,8 @@
 """Other users of the machine, for tests that need one."""
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import pytest
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.users import connected_as_another_user, needs_root
+from support.users import connected_as_another_user
 
 from hybrid.security.closed_listeners import close_listeners_after
 
@@ -115,7 +115,7 @@ def test_a_unix_listener_is_closed(tmp_path: Path) -> None:
             late.connect(name)
 
 
-@needs_root
+@pytest.mark.root
 def test_a_unix_connection_of_another_user_is_closed() -> None:
     name = b"\0hybrid test " + os.urandom(8).hex().encode()
     with ExitStack() as stack:

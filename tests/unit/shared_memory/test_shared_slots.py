@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.shared_memory import at_once, join, joined, together
-from support.users import connected_as_another_user, needs_root
+from support.users import connected_as_another_user
 from torch import Tensor
 
 from hybrid.errors import ClusterError
@@ -131,7 +131,7 @@ def test_a_member_that_cannot_be_reached_is_an_error() -> None:
     together(2, join_nobody)
 
 
-@needs_root
+@pytest.mark.root
 def test_a_peer_of_another_user_does_not_block_members() -> None:
     def crowd(name: str) -> str:
         stack.enter_context(connected_as_another_user(bytes.fromhex(name)))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.users import needs_root
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
@@ -128,7 +127,7 @@ def test_a_folder_that_others_can_change_is_not_private(
     assert private_user_folder(VARIABLE, DEFAULT) is None
 
 
-@needs_root
+@pytest.mark.root
 def test_user_folders_are_private_in_the_namespace_of_a_launch() -> None:
     """There, the folders of root belong to an unknown user."""
     with tempfile.TemporaryDirectory() as folder:
