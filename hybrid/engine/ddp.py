@@ -1,9 +1,9 @@
-"""Data parallelism of the dense net: what DDP wraps, which trainers hold which shard, and the gradients.
+"""Data parallelism of the dense net: what DDP wraps, which trainers hold which shard, and sums of gradients.
 
-Sums over trainers are bit-identical in a resumed run. DDP's own sums would not be: it rebuilds its buckets
-after the first step of a process, and with three or more trainers, gloo and NCCL add values in an order that
-depends on their offset in the buffer. For trainers of one host, :class:`SharedSlots` adds in the order of the
-ranks. Otherwise :class:`GroupReduce` all-reduces buffers whose layout is fixed when the model is built.
+The sums over trainers are bit-identical in a resumed run. Sums by DDP would not be. DDP rebuilds its buckets
+after the first step of a process. With three or more trainers, gloo and NCCL add values in an order that
+depends on the offset in the buffer. On one host, :class:`SharedSlots` adds CPU tensors in the order of ranks.
+Otherwise, :class:`GroupReduce` all-reduces buffers whose layout is fixed when the model is built.
 """
 
 # No postponed annotations here: DDP checks the annotations of a communication hook, as types.
@@ -62,11 +62,11 @@ class DensePlacement:
         optimizer_state: Mapping[int, Mapping[str, Any]],
         convert_tensor: Callable[[Tensor, Layout], Tensor],
     ) -> tuple[NetState, OptimizerState]:
-        """Return the states of the net and of its optimizer, with converted tensors of split parameters.
+        """Return the states of the net and of its optimizer; convert the tensors of split parameters.
 
         Args:
-            convert_tensor: :func:`full_tensor` for full states, which all trainers that hold the net must
-                gather together; :func:`local_shard` for this trainer's shard of full states.
+            convert_tensor: :func:`full_tensor` to gather full tensors, or :func:`local_shard` to select this
+                trainer's shards. To gather, all trainers of a tensor group must call this method together.
         """
         parameters = dict(net.named_parameters())
         layouts = {name: self.layouts[p] for name, p in parameters.items() if p in self.layouts}
@@ -98,13 +98,13 @@ class _Segment:
 
 
 class GroupReduce:
-    """All-reduce by a process group, in segments of a fixed layout.
+    """All-reduce of gradients by a process group, in buffers of a fixed layout, which are called segments.
 
     Gradients are copied into the segments as DDP's buckets fill. A segment is reduced as soon as it is
     complete, while the backward pass continues.
 
     Args:
-        parameters: whose gradients are reduced; the same on every trainer.
+        parameters: the parameters whose gradients are reduced, in the same order on every trainer.
 
     Attributes:
         gradients: the reduced gradients, by parameter; valid from :meth:`wait` to the next backward pass.
@@ -130,7 +130,7 @@ class GroupReduce:
                 self._segments[parameter] = segment
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Copy a gradient into its segment, and start to reduce the segment if that completes it."""
+        """Copy a gradient into its segment, and start the all-reduce if the segment is now complete."""
         self.gradients[parameter].copy_(gradient)
         segment = self._segments[parameter]
         segment.num_copied += 1
@@ -152,22 +152,21 @@ class GroupReduce:
 
 
 class DdpModel:
-    """The model of one trainer, in which DDP wraps the part that ``mode`` selects, and its gradients.
+    """The model of one trainer, wrapped in DDP as ``mode`` selects, and the gradients of a step.
 
-    DDP copies the parameters of trainer 0 to the others, and fills buckets with gradients. It reduces nothing
-    itself: a hook sums each bucket by :class:`SharedSlots`, or copies it for :class:`GroupReduce`, while the
-    backward pass continues. The gradients of a step's micro-batches are added up and reduced once, in the
-    last backward pass.
+    DDP copies the parameters of trainer 0 to the others, and fills buckets with gradients. DDP reduces
+    nothing: a hook sums each bucket in :class:`SharedSlots`, or copies it into :class:`GroupReduce`, while
+    the backward pass continues. The gradients of a step's micro-batches are added up, and are reduced once,
+    in the last backward pass.
 
     Args:
-        model: a model whose ``stages`` are wrapped in place, or any other module.
-        mode: what to wrap.
-        shared_reduce: sums gradients instead of the process group, where trainers share memory.
+        model: any module; ``INSIDE`` requires a ``HybridModel``, and wraps its head in place.
+        shared_reduce: sums the gradients in shared memory; None to use the process group.
 
     Attributes:
         module: the module to call, perhaps wrapped in DDP.
         net: the local net, with the parameter names that it has without DDP.
-        gradients: by parameter, once the last micro-batch of a step is collected.
+        gradients: gradients of the step by parameter, after :meth:`collect` for the last micro-batch.
 
     Raises:
         ConfigError: the mode selects the head, which has no trainable parameters.
@@ -208,10 +207,10 @@ class DdpModel:
     def follow_parameters(self) -> nn.Module:
         """Return the module to call. Under ``OUTSIDE``, wrap it again if other parameters are now trained.
 
-        All trainers call it together. DDP then copies the parameters of trainer 0 to the others.
+        All trainers must call this together. A new DDP copies the parameters of trainer 0 to the others.
 
         Raises:
-            RuntimeError: the parameters have changed between two micro-batches of a step.
+            RuntimeError: other parameters are trained than in the previous micro-batch of the same step.
         """
         trained = {p for p in self.net.parameters() if p.requires_grad}
         if self._mode is DdpMode.OUTSIDE and trained != self._wrapped:
@@ -247,16 +246,17 @@ class DdpModel:
         return ddp
 
     def begin(self, is_last: bool) -> None:
-        """Begin a micro-batch, whose gradients are reduced if it is the last one of the step."""
+        """Begin a micro-batch. The backward pass of the last micro-batch of a step reduces the gradients."""
         self._is_last = is_last
         self._summed.clear()
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
     def sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum gradients over trainers, and over the micro-batches of the step; a communication hook of DDP.
+        """Sum the gradients in a bucket over micro-batches and trainers; a communication hook of DDP.
 
-        DDP would take the mean over trainers. The loss of a trainer already has the weight of its samples.
+        :class:`GroupReduce` only starts the sum over trainers; the returned bucket is then without this sum.
+        DDP would divide by the number of trainers. The loss is already divided by the global batch size.
         """
         self._summed.update(bucket.parameters())
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -276,13 +276,13 @@ class DdpModel:
         return done
 
     def collect(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Add the gradients of the micro-batch to those of the step, after its backward pass.
+        """Add the gradients of a micro-batch to the gradients of the step, after the backward pass.
 
         Args:
-            gradients: by leaf of the micro-batch's graph; only those of parameters of the net are used.
+            gradients: gradient of each leaf of the graph; only parameters of the net are used.
 
         Raises:
-            RuntimeError: at the end of a step, DDP has not summed the gradient of a parameter.
+            RuntimeError: at the end of a step, a parameter has no gradient, or no sum over trainers.
         """
         self.gradients.clear()
         reduced: dict[Tensor, Tensor] = {}
@@ -325,7 +325,7 @@ class DdpModel:
     def squared_norm(self) -> float:
         """Return this trainer's summand of the squared norm of all dense gradients.
 
-        It counts a fraction of each gradient that other trainers hold, too.
+        If n trainers hold the same gradient, the summand of each contains 1/n of its squared norm.
         """
         by_holders: dict[int, list[Tensor]] = {}
         for parameter, gradient in self.gradients.items():

@@ -1,6 +1,6 @@
 """Execution backends of the dense net: eager, compiled, replicas on several devices, or tensor parallel.
 
-Each of the three stages gets its backend, over the parameters of the net::
+``dense.parallel`` selects how stages of the net run. A tensor group is the trainers that share one net::
 
     "none"      stage, perhaps compiled
     "replicas"  scatter ──► copies of the stage, one per device ──► gather
@@ -37,14 +37,14 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def apply_backend(
     model: HybridModel, blueprint: Blueprint, devices: Sequence[torch.device]
 ) -> DensePlacement:
-    """Give a model's stages the configured backend; return the placement. All trainers must call it.
+    """Apply the configured backend to a model's stages; return the placement. All trainers must call this.
 
     Args:
         model: changed in place: its ``stages``, and with tensor parallelism its parameters.
         devices: the devices of this trainer; the model is on the first.
 
     Raises:
-        ConfigError: the backend does not support the net, or ``dense.tensor_plan`` does not fit it.
+        ConfigError: the backend does not support the net, or ``dense.tensor_plan`` does not fit the net.
     """
     assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
     dense = blueprint.config.dense
@@ -74,13 +74,12 @@ def apply_backend(
 
 
 def _stages(model: HybridModel) -> list[tuple[str, nn.Module]]:
-    """Return the stages that compute something, with their names."""
     named = model.stages.named_children()
     return [(name, stage) for name, stage in named if not isinstance(stage, nn.Identity)]
 
 
 def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> StageInputs:
-    """Return random inputs of each stage, as in training."""
+    """Return random inputs of each stage, which require gradients where inputs in training do."""
     generator = torch.Generator().manual_seed(0)
 
     def make(width: int) -> Tensor:
@@ -100,8 +99,8 @@ def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> Stage
 def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> DensePlacement:
     """Split layers over the trainers of each tensor group.
 
-    The group computes every stage with parameters together, even if none of them is split: full parameters
-    must see the samples of the whole group, as shards do.
+    A group also computes stages together whose parameters are not split. DDP reduces over one trainer of each
+    group, so every gradient must cover the samples of the whole group.
     """
     if device.type != "cpu" and dist.get_backend() == "gloo":
         rule = "needs a GPU for each trainer, because gloo cannot gather tensors of GPUs"

@@ -57,17 +57,17 @@ class HybridModel(nn.Module):
                            ▼
                          head ──► outputs
 
-    The lookup is sent before a call. ``bottom`` runs before the vectors are awaited, so that both overlap.
+    The caller sends the lookup before it calls the model. ``bottom`` runs while the vectors are on their way.
 
     Args:
         net: the local net; this module has no other parameters.
-        remote_net: a net that is called by RPC, or None; not a module, since its parameters are not local.
+        remote_net: calls a net by RPC; None for no such net. It is not a module: its parameters are remote.
         dtype: of parameters, inputs and outputs.
         autocast: lower precision of the local stages, or None.
         num_outputs: outputs per sample, over all tasks.
 
     Attributes:
-        stages: computes the stages of ``net``, with an execution backend over the same parameters.
+        stages: modules that compute the stages of ``net``; an execution backend may replace them.
         is_whole: whether this trainer holds the whole net, and not only shards of it.
     """
 
@@ -95,7 +95,7 @@ class HybridModel(nn.Module):
     def forward(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         """Return ``outputs_BO`` of a micro-batch, or ``outputs_B`` for one output per sample.
 
-        Under ``torch.no_grad``, the purpose of the ticket must be to predict.
+        Under ``torch.no_grad``, the ticket's purpose must be to predict, as other lookups await gradients.
         """
         device = self.device
         self._inputs = None
@@ -124,10 +124,10 @@ class HybridModel(nn.Module):
         return outputs_BO.to(self._dtype)
 
     def repeat_backward(self) -> None:
-        """Repeat the last local backward pass, which has failed, to raise its error again.
+        """Repeat the last forward and backward pass of the local net, to raise the backward error again.
 
-        Distributed autograd reports errors without the location in user code. A trainer with a shard of the
-        net does nothing, since it cannot compute alone.
+        Distributed autograd has reported the error without its location in user code. If no error occurs, the
+        method returns. A trainer with only shards of the net cannot compute alone, and does nothing.
         """
         if self._inputs is None or not self.is_whole:
             return
@@ -140,7 +140,8 @@ class HybridModel(nn.Module):
     def first_not_finite(self) -> str:
         """Return a clause about the first non-finite values of the last forward pass, or an empty string.
 
-        It names an input, or else a layer and a parameter. With a shard of the net, it names no layer.
+        The clause names an input. If all inputs are finite, it names the first non-finite layer output and
+        parameter. A trainer with only shards of the net cannot compute alone, and names no layer.
         """
         if self._inputs is None:
             return ""
@@ -177,7 +178,6 @@ class HybridModel(nn.Module):
         return outputs_BO
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the autocast context of the local stages."""
         return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
 
     @property
@@ -188,7 +188,7 @@ class HybridModel(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Run the block in evaluation mode without recording, and restore the modes."""
+    """Run the block with ``module`` in evaluation mode and without gradients; then restore its modes."""
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     try:

@@ -1,8 +1,8 @@
 """The initial model of a run, from another run and from files: ``train.initial``, ``tables.NAME.initial``.
 
-Rows are found by value, so the vocabulary of the other run may have other values, in another order. The
-master finds the sources here, and checks that they fit; other runs are data, of which no code is executed.
-The roles read the rows and the nets.
+Except with ``positions(FILE)``, a row is found by its value in the data, such as a user ID. So the vocabulary
+of the other run may have other values, in another order. The master finds the sources, and checks that they
+fit. It executes no code of other runs. Later, workers read the rows, and trainers read the nets.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class InitialModel:
     """The tables of a run with the sources of their initial rows, and the source of its dense nets.
 
     Args:
-        encoder_folder: the location of the encoder of the data; None if its ids are row numbers.
-        warn: receives a line for each damaged checkpoint, and for tables that the other run does not have.
+        encoder_folder: path or URL of the data's encoder; None if the ids of the data are row numbers.
+        warn: receives a line about damaged checkpoints, and a line about tables that the other run lacks.
 
     Attributes:
-        tables: the tables; those with a source have ``initial``.
+        tables: the tables of this run; ``initial`` is set for tables with a source.
         dense: the checkpoint with the dense nets; None for new nets.
-        has_dense_state: whether the checkpoint has the state of the same dense optimizer.
-        notes: lines about what is read.
+        has_dense_state: whether the checkpoint has the state of this run's type of dense optimizer.
+        notes: lines for the console about the sources.
 
     Raises:
         ConfigError: a source cannot be used, or does not fit.
-        DataError: a file cannot be read.
+        DataError, StorageError: a file cannot be read.
     """
 
     def __init__(
@@ -71,19 +71,18 @@ class InitialModel:
 
     @cached_property
     def _encoder(self) -> FeatureEncoder:
-        """The encoder of the prepared data, without values."""
         if not self._encoder_folder:
             return FeatureEncoder.of_rows(self._input_spec)
         return FeatureEncoder.load(parse_path(self._encoder_folder), with_values=False)
 
     def describe_matches(self, matches: Mapping[str, int]) -> list[str]:
-        """Return lines with the number of values of each table that have a row in its source.
+        """Return a line per source: for each table, how many of its values have a row there.
 
         Args:
-            matches: this number for each table with a source.
+            matches: the number of these values, by table; tables with ``positions(FILE)`` are ignored.
 
         Raises:
-            ConfigError: no value of a table has a row.
+            ConfigError: a table has values, and none of them has a row in the table's source.
         """
         texts: dict[str, list[str]] = {}
         for table in self.tables:
@@ -125,7 +124,6 @@ class InitialModel:
             self.notes.append(f"dense nets: new optimizer state ({' there, '.join(optimizers)} here)")
 
     def _with_source(self, table: TableSpec) -> TableSpec:
-        """Return a table with the source of its initial rows."""
         section, run = self._section(table), self._config.train.initial
         key, call = f"tables.{table.name}.initial", section.initial_call
         if call.name == "random":
@@ -155,7 +153,7 @@ class InitialModel:
         return table
 
     def _from_table(self, key: str, source: str, table: TableSpec, saved: SavedTable) -> TableSpec:
-        """Return a table whose rows are those of a table of a run, or of an exported folder."""
+        """Return ``table`` with initial rows from the table ``saved``; ConfigError if the two do not fit."""
         if saved.dim != table.dim:
             rule = f"has rows of {saved.dim} numbers for table {table.name}, which has {table.dim}"
             raise ConfigError(key, f"{rule}; set its dim as there, {_remedy(table)}", source)
@@ -215,7 +213,7 @@ _NEW_NETS = "to start with new dense nets, set tables.NAME.initial instead of tr
 
 
 def describe_other_net(run: str, reason: str) -> ConfigError:
-    """Return the error about dense nets that do not fit."""
+    """Return the error for a run whose dense nets do not fit this run; ``reason`` tells the difference."""
     rule = f"has another dense net: {reason}; keep [dense], its columns and tasks; {_NEW_NETS}"
     return ConfigError(MODEL_KEY, rule, run)
 

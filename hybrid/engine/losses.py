@@ -7,7 +7,7 @@
 Sums are over the global batch. The loss of a trainer is its local sum divided by the sum of all weights, so
 that the losses of the trainers add up. A task whose weights are all 0 contributes 0.
 
-With a ranking loss (:mod:`hybrid.engine.ranking_losses`), the loss of a task is a mixture of both.
+With a ranking loss (:mod:`hybrid.engine.ranking_losses`), the loss of a task is a mixture of both losses.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ Loss: TypeAlias = Callable[..., Tensor]
 
 
 class Objective:
-    """The loss of a run.
+    """The loss of a configured run, over all its tasks.
 
     Args:
         tasks: the tasks, in the order of labels and outputs.
 
     Raises:
-        ConfigError: a custom loss cannot be imported, or does not return one value per sample.
+        ConfigError: a custom loss cannot be imported, fails, or does not return one value per sample.
     """
 
     def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
@@ -50,7 +50,10 @@ class Objective:
 
         Args:
             outputs_BO: outputs of the dense net, (B,) for one output.
-            batch: the samples; labels and weights may be on another device, and of another type.
+            batch: labels and weights may be on another device than the outputs, and of another type.
+
+        Raises:
+            DataError: a label is negative, and the ranking loss is ``listwise``.
         """
         if not len(batch.labels):
             return outputs_BO.sum()
@@ -91,13 +94,12 @@ class Objective:
         return weighted_summand(values_B, counts_B, batch.total_groups[t].item())
 
     def _column(self, values: Tensor, t: int, outputs: Tensor) -> Tensor:
-        """Return the column of task ``t``, with type and device of ``outputs``."""
         moved = to_device(values.to(outputs.dtype), outputs.device)  # whole, since a column is not contiguous
         return by_task(moved, len(self._losses))[:, t]
 
 
 def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tensor:
-    """Return the contribution of local samples to a weighted mean; ``total`` is the sum of all weights."""
+    """Return the local contribution to a weighted mean; ``total`` is the sum of weights of all trainers."""
     return (values_B * weights_B).sum() / (total or 1.0)
 
 

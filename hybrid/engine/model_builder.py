@@ -28,9 +28,9 @@ def table_specs(config: RunConfig, input_spec: InputSpec) -> tuple[TableSpec, ..
     """Return one table per sparse feature, or per [tables.NAME] section that lists several.
 
     Raises:
-        ConfigError: a [tables.NAME] section has no feature, two sections list one feature, a section has the
-            name of a feature that it does not list, a feature with one id per sample is a sequence, weighted
-            ids have the pooling "max", or a key or feature contradicts the growth of a table.
+        ConfigError: a section names a column that does not exist, or has the name of a column that it does
+            not list; two sections list one column; a sequence has one id per sample, or no maximum length;
+            weighted ids have the pooling "max"; or a key or column contradicts the growth of a table.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)
@@ -99,7 +99,7 @@ def _pooling(config: RunConfig, feature: FeatureSpec, of_table: Pooling) -> Pool
 
 
 def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
-    """Return the largest length of a sequence, else 0; raise ConfigError for one id per sample."""
+    """Return the length of a sequence, 0 for other columns; ConfigError for one id per sample."""
     length = sequence_length(feature.name, config.columns.get(feature.name, ColumnSection()))
     if length and not feature.multi_hot:
         rule = "needs a column of several ids: set its multi_hot_separator, or leave pooling out"
@@ -113,7 +113,7 @@ def place_configured_tables(
     """Return the placement of the tables of a run; ConfigError if a table names a worker that does not exist.
 
     Args:
-        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
+        ids_per_sample: mean number of ids per sample of each multi-hot feature, to estimate traffic.
     """
     samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
     return place(tables, config.cluster.workers, ids_per_sample, samples, wire_bytes)
@@ -125,7 +125,7 @@ def samples_of_lookup(config: RunConfig) -> float:
 
 
 def wire_bytes_per_value(config: RunConfig) -> int | None:
-    """Return the bytes of each value that is sent in training; None if values are not rounded for this."""
+    """Return the bytes per number in messages of training; None if numbers are sent in their stored type."""
     return 2 if config.embedding.wire_dtype == "bfloat16" else None
 
 
@@ -145,7 +145,7 @@ class Blueprint:
 
     @property
     def widths(self) -> list[int]:
-        """The input width of each sparse feature, in feature order."""
+        """The number of values of each sparse feature in the input of the dense net, in feature order."""
         return [table.width for table in tables_of(self.input_spec, self.tables)]
 
     @property
@@ -155,7 +155,7 @@ class Blueprint:
         return tuple(k for k, table in enumerate(tables) if table.sequence)
 
     def dense_net(self) -> DenseNet:
-        """Build the net of a trainer; see :func:`build_dense_net`."""
+        """Build a trainer's net in ``train.dtype``; for its weights, see :func:`build_dense_net`."""
         return build_dense_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def remote_net(self) -> nn.Sequential | None:
@@ -165,7 +165,7 @@ class Blueprint:
         return build_remote_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def model(self, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
-        """Return the trainer's model: ``net`` between lookups and ``remote_net``, in ``train.dtype``."""
+        """Return the trainer's model of ``net`` and ``remote_net``, in ``train.dtype``."""
         config, name = self.config, self.config.dense.autocast
         autocast = None if name == "none" else getattr(torch, name)
         return HybridModel(net, remote_net, self.dtype, autocast, config.num_outputs)

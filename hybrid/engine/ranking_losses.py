@@ -5,7 +5,7 @@
     loss = sum over groups g: W_g * value_g / sum over groups g: W_g
 
 A group of the global batch counts if two of its samples have weights above 0 and different labels. W_g is the
-mean of the weights above 0 in the group. Over these samples::
+mean of the weights above 0 in the group. For its samples with weights w above 0, labels y and scores s::
 
     pairwise   value = sum over pairs y_i > y_j: w_i w_j log(1 + exp(s_j - s_i))
                        / sum over these pairs: w_i w_j
@@ -13,10 +13,9 @@ mean of the weights above 0 in the group. Over these samples::
 
 The first is the loss of RankNet (Burges et al. 2005). The second is the top-one loss of ListNet (Cao et al.
 2007), also called softmax cross-entropy (Bruch et al. 2019). Each sample gets the value of its group and an
-equal fraction of its weight, so that the mean over samples is the mean over groups. Samples of other groups
-have weight 0.
+equal fraction of W_g, so that the mean over samples is the mean over groups. All other samples have weight 0.
 
-Everything is computed on the CPU, where labels and groups are, in a fixed order: results are bit-identical.
+Everything is computed on the CPU in a fixed order, so that results are bit-identical in each run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def pairwise_loss(
     Args:
         scores: (samples,), in any order. A higher score predicts a better rank.
         labels: (samples,), in the order of ``scores``. A higher label is better.
-        groups: (samples,), equal for samples of one group.
+        groups: (samples,), equal for samples of one group; one trainer must have the whole group.
         weights: (samples,), not negative; None for ones.
 
     Returns:
@@ -65,9 +64,9 @@ def pairwise_loss(
 def listwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of a group's labels and the softmax of its scores.
+    """Return, for each sample, the cross-entropy between the labels and the softmax scores of its group.
 
-    Arguments and results are those of :func:`pairwise_loss`.
+    Arguments and results are as in :func:`pairwise_loss`.
 
     Raises:
         DataError: a label is negative.
@@ -119,11 +118,11 @@ class _OrderedSamples(NamedTuple):
         )
 
     def sums(self, values: Tensor, index: Tensor) -> Tensor:
-        """Sum ``values`` by the group ``index`` of each, (G,)."""
+        """Return the sum of ``values`` in each group, (G,); ``index`` has the group of each value."""
         return values.new_zeros(len(self.sizes_G)).index_add(0, index, values)
 
     def spread(self, values_G: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the value of its group for each sample of the batch, and the weight of the sample."""
+        """Return, for each sample of the batch, the value of its group, and the weight of the sample."""
         zeros_B = values_G.new_zeros(len(self.sample_weights_B))
         values_B = zeros_B.index_copy(0, self.samples_N, values_G.index_select(0, self.index_N))
         return values_B.to(self.scores_B.device), self.sample_weights_B.to(self.scores_B)

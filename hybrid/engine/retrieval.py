@@ -1,7 +1,7 @@
 """Retrieval in configured runs: a loss over the items of the global batch, and ranks among all items.
 
-The outputs of the net for a sample are a user vector and the vector of the sample's item. Items are the rows
-of the table of the item column, without row 0, which stands for missing and unknown items.
+The output of the net for a sample is a user vector, followed by the vector of the sample's item. Items are
+the rows of the item column's table, without row 0, which stands for missing and unknown items.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ _SCORES_AT_ONCE = 1 << 24
 
 
 class RetrievalLoss:
-    """The loss of a step: the mean of :func:`in_batch_softmax` over the chosen items of all trainers.
+    """The loss of a step: the weighted mean of :func:`in_batch_softmax` over the samples of all trainers.
 
     Args:
         feature: index of the item column.
-        counts_I: the number of training samples that chose each row of the item table.
-        group: all trainers, which must call it together.
+        counts_I: how often each item was chosen in the training data, by row of the item table.
+        group: all trainers, which must compute the loss together.
     """
 
     def __init__(self, task: TaskSection, feature: int, counts_I: Tensor, group: dist.ProcessGroup) -> None:
@@ -42,7 +42,7 @@ class RetrievalLoss:
     def __call__(self, outputs_BO: Tensor, batch: Batch) -> Tensor:
         """Return the contribution of local samples to the loss of the global batch.
 
-        Samples of weight 0, such as those without a choice, are no negatives either.
+        The items of samples with weight 0, such as items that were not chosen, are no negatives either.
         """
         assert batch.weights is not None, "the label is a weight"
         assert batch.total_weights is not None, "batches with weights have their totals"
@@ -83,7 +83,7 @@ class ItemRanking:
         return torch.cat(chunks)
 
     def _item_batches(self) -> Iterator[Batch]:
-        """Yield samples of all items; other columns have numbers 0 and no ids, or the id 0."""
+        """Yield batches with a sample per item. In other columns, numbers are 0, and ids are 0 or absent."""
         num_dense, features = len(self._spec.dense_features), self._spec.sparse_features
         for ids_C in torch.arange(1, 1 + self.num_items).split(_CHUNK_ITEMS):
             zeros_C = torch.zeros_like(ids_C)
@@ -97,14 +97,14 @@ class ItemRanking:
             yield Batch(torch.zeros(len(ids_C), num_dense), sparse, torch.zeros(len(ids_C)), len(ids_C))
 
     def ranks_by(self, outputs_of: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Return a function from a batch to its ranks; ``outputs_of`` returns the outputs of the net."""
+        """Compute all item vectors; return a function from a batch to its ranks. See :meth:`item_vectors`."""
         items_ID = self.item_vectors(outputs_of)
         return lambda batch: self.ranks(outputs_of(batch), batch, items_ID)
 
     def ranks(self, outputs_BO: Tensor, batch: Batch, items_ID: Tensor) -> Tensor:
-        """Return ``ranks_B``, the number of items with a higher score than the item of each sample.
+        """Return ``ranks_B``: for each sample, how many items have a higher score than its item.
 
-        Equal scores count one half. For a missing or unknown item, the rank is infinite.
+        Other items with an equal score count one half. For a missing or unknown item, the rank is infinite.
         """
         users_BD = outputs_BO.chunk(2, dim=1)[0].cpu()
         ids_B = batch.sparse_features.ids(self.feature)

@@ -6,13 +6,12 @@ The caller is ``workers/controller/remote_trainer.py`` for a configured run, and
     for each step       seed the random numbers
       micro-batch       recording: in sync mode, the lookup is sent, else it was sent earlier; the caller
                         computes the forward pass and the loss
-                        backward: gradients go to the tables; those of the net are added up and reduced
+                        backward: gradients of vectors go to the tables; gradients of the net are summed
       decide            with clipping or skipping, all trainers agree on the factor of the gradients
                         the caller updates the net
 
 The vectors of prefetched lookups enter the graph as values, and separate messages return their gradients.
-Without a remote net, such a graph is local to this process. Its backward pass then avoids the threads and the
-bookkeeping of distributed autograd.
+Without a remote net, this graph is local, and its backward pass needs no distributed autograd.
 """
 
 import itertools
@@ -57,18 +56,21 @@ def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device
 
 
 class StepEngine(Generic[AnySamples]):
-    """Takes the steps of one trainer.
+    """The engine that runs the steps of one trainer.
 
     Args:
         group: all trainers.
         tables: sends the lookups and the gradients of tables.
-        workers: the modules with tables, by worker, which decide on updates with the trainers.
+        workers: the modules with tables, by worker; their gradients count in clipping and skipping.
         model: the module to train; the stages of a ``HybridModel`` may be wrapped in place.
         is_single_process: whether this process holds the tables, and there are no other trainers.
 
     Attributes:
         model: the module under DDP, and the gradients of its parameters.
         feed: the micro-batches of each step, and the number of steps taken.
+
+    Raises:
+        ClusterError, ConfigError: trainers cannot share memory, or ``dense.ddp`` does not fit the model.
     """
 
     def __init__(
@@ -118,7 +120,8 @@ class StepEngine(Generic[AnySamples]):
         """Yield the inputs of each step. Call :meth:`decide` before the next step is requested.
 
         Args:
-            before_step: called before each step, while no step is being taken.
+            max_steps: None for all batches of the feed.
+            before_step: called before each step, when the previous step is complete.
         """
         for _ in itertools.count() if max_steps is None else range(max_steps):
             if before_step is not None and self.feed.has_next():
@@ -148,14 +151,14 @@ class StepEngine(Generic[AnySamples]):
             yield self._micro
 
     def backward(self, loss: Tensor) -> float:
-        """Compute the gradients of a micro-batch, and return the loss.
+        """Compute the gradients of a micro-batch, and return the loss as a number.
 
         Args:
             loss: this trainer's summand of the mean loss of the global batch.
 
         Raises:
-            NonFiniteError: the loss is not finite, and the run must then stop (``train.non_finite``).
-            RuntimeError: autograd fails, or see :meth:`DdpModel.collect`.
+            NonFiniteError: the loss is not finite, and ``train.non_finite`` stops the run.
+            RuntimeError: autograd fails, or :meth:`DdpModel.collect` misses a gradient of a parameter.
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
         self._micro = None
@@ -178,7 +181,6 @@ class StepEngine(Generic[AnySamples]):
         return value
 
     def _gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients of the local parameters, after the backward pass."""
         if self._context_id is not None:
             return dict(dist_autograd.get_gradients(self._context_id))
         gradients: dict[Tensor, Tensor] = {}
@@ -189,7 +191,7 @@ class StepEngine(Generic[AnySamples]):
         return gradients
 
     def decide(self) -> float | None:
-        """End the step; return the factor of its gradients, or None to skip it; see :meth:`Guard.decide`."""
+        """End the step; return the factor for its gradients, or None to skip it; see :meth:`Guard.decide`."""
         norm = self.model.squared_norm()
         with self._clock.span("decide"):
             scale = self._guard.decide(self.feed.step, self._loss, norm, self.model.gradient_not_finite)

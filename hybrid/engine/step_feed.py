@@ -8,8 +8,8 @@
     lookahead   step s     compute s, send its gradients with the lookup of s+1
     async       step s     compute s, send its gradients with the lookup of s+2
 
-A lookup that is sent before its step begins is **prefetched**. At the start of a pass, no gradients can carry
-the lookup of the first step (in async mode, of the first two steps), which is sent at once. In lookahead
+A lookup that is sent before its step begins is **prefetched**. At the start of a pass, there are no gradients
+yet, so the lookup of the first step (in async mode, of the first two steps) has its own message. In lookahead
 mode, a worker responds to the lookup of step s+1 once update s is applied.
 """
 
@@ -31,7 +31,7 @@ class Samples(Protocol):
 
     @property
     def checksum(self) -> int:
-        """See :class:`Ticket`."""
+        """Checksum of the global batch; 0 if this trainer reads only its slice."""
 
     @property
     def sparse_features(self) -> Any:
@@ -70,7 +70,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self.begin(iter(()), 0)
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
-        """Continue with ``batches``, whose first is the batch of ``step``; drop steps read ahead."""
+        """Continue with ``batches``; the first batch is for ``step``. Drop steps that were read ahead."""
         self.step = step
         self._batches = batches
         self._first_step = step
@@ -78,7 +78,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._steps: deque[StepInput[AnySamples]] = deque()
 
     def flush(self) -> None:
-        """Wait until the workers have the gradients of all completed steps.
+        """Wait until the workers have the gradients of all completed steps; raise an error of sending them.
 
         The response to a prefetched lookup shows that the gradients in the same message have arrived.
         """
@@ -89,7 +89,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._embeddings.sources.flush()
 
     def has_next(self) -> bool:
-        """Return whether there is a further step. No step must be current.
+        """Return whether there is a further step. Call this method only between steps.
 
         At the start of a pass, the call reads the batches of the first steps, and sends prefetched lookups.
         """

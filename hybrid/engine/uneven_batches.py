@@ -1,4 +1,4 @@
-"""Alignment of batches that differ between trainers in number and size."""
+"""Steps with batches that differ between trainers in number and size, and collectives for their tensors."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -18,16 +18,15 @@ def align_batches(
     num_tasks: int = 1,
     until: float = math.inf,
 ) -> Iterator[Batch]:
-    """Give all trainers the same number of steps, and each batch the totals of its step.
+    """Yield the same number of batches on all trainers, with the totals of each step over all trainers.
 
     ``global_size`` becomes the number of samples of all trainers, ``total_weights`` the sum of their weights,
-    and ``event_time`` the largest of their event times. A trainer without further batches gets empty batches,
-    and so takes part in the steps of the others.
+    and ``event_time`` their largest event time. Batches get weights of 1 if only other trainers have weights.
 
     Args:
-        empty: what a trainer without further batches gets.
+        empty: the batch for the steps of a trainer that has no further batches, while others have.
         group: all trainers, each of which must iterate.
-        num_tasks: columns of the weights.
+        num_tasks: number of columns of the weights.
         until: event time that ends the iteration, after the first step that reaches it.
     """
     remaining = iter(batches)
@@ -57,7 +56,7 @@ def align_batches(
 
 
 def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all trainers in rank order; all trainers must call it.
+    """Return the tensors of all trainers in rank order; all trainers must call this together.
 
     Args:
         values: the local tensor, (n, ...), on the CPU; n may differ between trainers, and may be 0.
@@ -68,10 +67,10 @@ def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the tensors of all trainers in rank order, as :func:`gather_slices`, on their device.
+    """Return the concatenated tensors of all trainers, in rank order, on the device of ``values``.
 
-    The gradient is the sum over the gradients on all trainers, so every trainer must use the result in its
-    loss.
+    All trainers must call this together. The backward pass sums the gradients of all trainers' results, so
+    every trainer must use the result in its loss.
     """
     if group.size() == 1:
         return values

@@ -1,4 +1,4 @@
-"""The decision how a step is applied on trainers and workers: clipped, skipped, or unchanged.
+"""The decision of trainers and workers whether an update is clipped, skipped, or applied unchanged.
 
 ::
 
@@ -9,7 +9,7 @@
     sum over trainers and workers; all compute
       the same scale, trainer 0 sends it       ──────►  apply the update, or drop it
 
-This takes one round trip, and none without clipping and skipping.
+The decision takes one round trip. Without clipping and skipping, there is no decision.
 """
 
 import math
@@ -35,16 +35,16 @@ class GuardedModule(Protocol):
     """A hosted module that waits for the decision about a step, or a stub of such a module."""
 
     def squared_norm(self, step: int) -> PendingResult[float]:
-        """See :meth:`UpdateBarrier.squared_norm`."""
+        """Return the squared norm of a step's gradients as a pending result, known once all have arrived."""
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> PendingResult[Result]:
-        """Start a method of the update barrier."""
+        """Call a method of the update barrier with ``args``, and return its pending result."""
 
 
 class Guard:
-    """One trainer's side of the decisions how to apply steps.
+    """One trainer's side of the decisions to clip or skip updates.
 
     Args:
         hosted: all modules on workers that wait for decisions.
@@ -61,7 +61,7 @@ class Guard:
         """Raise NonFiniteError for a non-finite loss, if ``train.non_finite`` stops the run.
 
         Args:
-            find: returns a clause about the first non-finite tensor, or an empty string.
+            find: returns a clause about the first non-finite tensor, or ""; None adds no clause.
         """
         if self._rules.check_finite and not math.isfinite(loss):
             found = "" if find is None else find()
@@ -73,10 +73,10 @@ class Guard:
     def decide(
         self, step: int, loss: float, squared_norm: float, find: Callable[[], str | None]
     ) -> float | None:
-        """Return the scale of the gradients of a step; None skips it. All trainers must call it in each step.
+        """Return the factor for a step's gradients, or None to skip the update; all trainers must call this.
 
         Args:
-            loss: this trainer's summand.
+            loss: this trainer's summand of the loss.
             squared_norm: this trainer's summand of the squared norm of all dense gradients.
             find: returns the name of a parameter with a non-finite gradient, or None.
 

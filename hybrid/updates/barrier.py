@@ -6,9 +6,8 @@ In ``sync`` mode::
     trainer 1   lookup(step 7) ───── backward: gradients ─────────┤            ├─ lookup(step 8) runs
     worker                                          all arrived: one update ────┘
 
-A lookup states how many updates it must see. Until these are applied, it waits as a future, without a thread.
-In ``lookahead`` mode, lookups arrive earlier, and wait in the same way (``docs/exact.md``). The ``ledger``
-decides what an update waits for, in each mode.
+A lookup states how many updates it must see. Until these are applied, the lookup waits as a future, without
+a thread. In ``lookahead`` mode, lookups arrive earlier. The ``ledger`` decides what an update waits for.
 """
 
 import threading
@@ -33,7 +32,7 @@ _MAX_LOOKUP_THREADS = 4
 
 
 class Update(Protocol):
-    """The merged gradients of one step. An error in a method becomes the failure of the barrier."""
+    """Merged gradients that are applied together. After an error in a method, the barrier has failed."""
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients."""
@@ -51,13 +50,13 @@ class _QueuedLookup(NamedTuple):
 
 
 class UpdateBarrier(Generic[Contribution]):
-    """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
+    """The barrier that collects contributions of all trainers, applies them as one update, and runs lookups.
 
     A contribution is what a trainer sends for one lookup: gradients of rows, or of a dense net.
 
     Args:
-        merge: called with the step of an update, and its contributions in the order of trainers and lookups.
-            The same thread then applies the update, or drops it if the trainers decide so.
+        merge: returns the update of a step from the contributions, sorted by trainer, step and lookup. The
+            same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
         prepare_step: called with the number of the next step, after an update and the lookups that waited
             for the update.
@@ -91,10 +90,10 @@ class UpdateBarrier(Generic[Contribution]):
     def run_when_ready(
         self, ticket: Ticket, work: Callable[[], Result], *, is_large: bool = False
     ) -> Future[Result]:
-        """Run ``work`` as soon as the updates that the ticket requires are applied.
+        """Return a future of ``work``, which runs once the updates that the ticket requires are applied.
 
-        A prefetch replaces a waiting prefetch of the same trainer, step and index. The replaced lookup fails,
-        since the trainer has abandoned its batch.
+        If they are applied already, this call runs ``work``. A prefetch replaces a waiting prefetch of the
+        same trainer, step and index, whose batch was abandoned. The replaced future fails with ClusterError.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -152,7 +151,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._run_update(*update)
 
     def squared_norm(self, step: int) -> Future[float]:
-        """Return the squared norm of a step's merged gradients, once all of them have arrived."""
+        """Return a future of the squared norm of a step's merged gradients. Requires an update guard."""
         future: Future[Any] = Future()
         with self._changed:
             self._norm_step = max(self._norm_step, step)
@@ -172,7 +171,10 @@ class UpdateBarrier(Generic[Contribution]):
             self._changed.notify_all()
 
     def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
-        """Set the number of a trainer's lookups with gradients in a step, before any gradients arrive."""
+        """Set the number of a trainer's lookups with gradients in a step; one per micro-batch by default.
+
+        Call this before gradients of the previous number of lookups have arrived: the update may then begin.
+        """
         with self._changed:
             self._ledger.set_num_lookups(trainer, step, number)
 
@@ -276,7 +278,7 @@ class UpdateBarrier(Generic[Contribution]):
             return self._decisions.pop(step)
 
     def _wait_for_update(self) -> tuple[int, list[Contribution]]:
-        """Wait for the contributions of the next update, and begin it; raise an error at the end."""
+        """Wait for the next update's contributions, and begin it; raise an error after a failure or close."""
         with self._changed:
             while not (self._closed or self._failure):
                 update = self._ledger.begin_update()

@@ -30,7 +30,7 @@ class HostedModule(nn.Module):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Future[Result]:
-        """Return the result of a method of the update barrier as a future, as stubs of the module do."""
+        """Call a method of the update barrier; return its result as a future, as stubs of the module do."""
         response: Future[Result] = Future()
         response.set_result(method(self.barrier, *args))
         return response
@@ -42,7 +42,7 @@ class HostedModule(nn.Module):
         self.clock.record(steps)
 
     def take_spans(self) -> list[Span]:
-        """Wait for running updates, and return their spans; see :meth:`StepClock.take_spans`."""
+        """Wait for running updates; return the spans that ended since the last call, with times of day."""
         self.barrier.drain()
         return self.clock.take_spans()
 
@@ -51,7 +51,7 @@ class HostedModule(nn.Module):
 
         Args:
             is_copied: whether to copy the tensors, so that training can continue before they are written.
-            is_delta: whether to keep only copies of values that have changed, without optimizer state.
+            is_delta: whether to keep only copies of changed rows, or of a dense net without optimizer state.
         """
         self.barrier.drain()
         self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written

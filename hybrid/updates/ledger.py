@@ -57,7 +57,7 @@ class Ledger(Generic[Contribution]):
         return not (self._entries or self._updating)
 
     def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
-        """Add a trainer's gradients of one lookup; see :meth:`UpdateBarrier.contribute`."""
+        """Add a trainer's gradients of one lookup; for errors, see :meth:`UpdateBarrier.contribute`."""
         trainer = ticket.trainer
         key = (ticket.step, ticket.trainer)
         if ticket.checksum:
@@ -84,7 +84,7 @@ class Ledger(Generic[Contribution]):
         return ticket.version <= self._first_unapplied[ticket.trainer]
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
-        """Begin the next update; return its first step and its contributions.
+        """Begin the next update; return the step of its first contribution, and its contributions.
 
         Return None if gradients are missing, or if an update is running.
         """
@@ -108,9 +108,9 @@ class Ledger(Generic[Contribution]):
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until step ``version`` fails; None in async mode.
+        """Return the seconds until missing gradients of step ``version`` are an error; None in async mode.
 
-        The timeout begins when the first trainer has sent all gradients of the step; None before.
+        The timeout begins when the first trainer has sent all gradients of the step; before, return None.
 
         Raises:
             ClusterError: gradients are missing after the timeout.

@@ -47,7 +47,7 @@ class Ticket(NamedTuple):
 
     @property
     def key(self) -> LookupKey:
-        """The identity of the lookup; equal for lookups of different batches for the same step."""
+        """The identity of the lookup. If a new pass has another batch for the step, the key is the same."""
         return LookupKey(self.trainer, self.step, self.lookup_index, self.purpose)
 
     @property

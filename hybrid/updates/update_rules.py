@@ -87,7 +87,7 @@ def _half_cosine(start: float, stop: float, fraction: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRules:
-    """How gradients become updates, equal on every worker of a run."""
+    """The rules by which gradients become updates; equal on all trainers and workers of a run."""
 
     num_trainers: int
     mode: UpdateMode = UpdateMode.SYNC
@@ -101,7 +101,7 @@ class UpdateRules:
 
     @classmethod
     def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int) -> UpdateRules:
-        """Return the rules that a configuration sets. A loop without a cluster has one trainer."""
+        """Return the rules of a configuration; ``num_trainers`` is 1 for a custom loop without a cluster."""
         train = config.train
         return cls(
             num_trainers=num_trainers,
