@@ -1,7 +1,7 @@
 """Train recommenders whose embedding tables are larger than one machine's memory.
 
-Worker processes hold the tables. Trainer processes hold replicas of the rest of the model. One step of all
-trainers computes what one step of a single process computes on the whole batch.
+Worker processes hold the tables. Trainer processes hold replicas of the rest of the model. A step of all
+trainers together equals the step of a single process with the whole batch.
 
 A custom training loop needs these names::
 
@@ -17,8 +17,8 @@ A custom training loop needs these names::
         optimizer.step()
 
 Run it with ``python script.py`` in one process, or with ``hybrid run script.py --trainers 2 --workers 2`` on
-a cluster. ``hybrid.load`` opens a trained model for inference, and ``hybrid.follow`` the model of a run that
-trains. ``python -m hybrid`` is the command line.
+a cluster. ``hybrid.load`` opens a trained model for inference. ``hybrid.follow`` opens the model of a run
+that is still training. ``python -m hybrid`` is the command line.
 """
 
 from importlib import import_module

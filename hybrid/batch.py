@@ -5,8 +5,8 @@ The name of a tensor ends in its shape, one letter per dimension:
 ====== ==========================================================
 letter meaning
 ====== ==========================================================
-B      samples of a batch of one trainer; of pooling, bags
-F      dense (numeric) features; of a route, its features
+B      samples of one trainer's batch; in pooling code, bags
+F      dense (numeric) features; in a lookup route, its features
 K      sparse (categorical) features
 L      ids of a batch, over all its sparse features
 D      width of an embedding vector
@@ -16,11 +16,11 @@ R      rows of a table, or of several tables in one tensor
 U      distinct rows
 V      U + 1: bounds of the ids of each distinct row
 S      shards
-I      items: rows of the table of an item column
+I      items: rows of the item table
 G      groups of samples
-T      tasks; in sequence models, positions
+T      tasks; in sequence models, positions of a sequence
 O      outputs of the dense net: one per task, or one per class of a task
-C      classes; of batch normalization, channels
+C      classes; in batch normalization, channels
 N      any number of samples, vectors or ids
 ====== ==========================================================
 
@@ -54,8 +54,8 @@ class SparseFeatures(NamedTuple):
 
     Attributes:
         ids_L: int64 row numbers within each feature's table.
-        offsets: int64 of shape (K * B + 1), where each bag starts; None if each bag has exactly one id. Then
-            ``ids_L`` has K * B elements.
+        offsets: int64 of shape (K * B + 1), the starts of the bags in ``ids_L`` and the end of the last bag;
+            None if each bag has exactly one id.
         weights_L: float32 weight of each id within its bag, or None for all ones.
         num_features: K.
     """
@@ -67,12 +67,12 @@ class SparseFeatures(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """B, the number of samples."""
+        """B, the number of samples; 0 if there are no sparse features."""
         bags = self.ids_L.numel() if self.offsets is None else self.offsets.numel() - 1
         return bags // self.num_features if self.num_features else 0
 
     def ids(self, feature: int) -> Tensor:
-        """Return ``ids_B`` of a feature with one id per sample."""
+        """Return ``ids_B`` of the feature with index ``feature``, which has one id per sample."""
         bags = slice(feature * self.batch_size, (feature + 1) * self.batch_size)
         return self.ids_L[bags] if self.offsets is None else self.ids_L[self.offsets[bags]]
 
@@ -97,17 +97,17 @@ class SparseFeatures(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The slice of a step's samples of one trainer.
+    """One trainer's slice of the samples of a step.
 
     Attributes:
         dense_features: ``dense_BF``, float32.
         sparse_features: ids of the K sparse features for the same B samples.
         labels: ``labels_B``, float32; for several tasks ``labels_BT``. Binary labels are 0, 1 or
-            probabilities; classes are numbers.
+            probabilities; a class is its number, from 0.
         global_size: number of samples of all trainers in the step. The loss is the mean over all of them, so
             trainers may have slices of different sizes.
         weights: weight of each sample for each task, float32, in the shape of ``labels``; None for ones.
-        total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
+        total_weights: ``totals_T``, float64, sums of the weights over all trainers; ignored without weights.
         groups: ``groups_B``, int64, group of each sample; None without groups.
         total_groups: ``totals_T``, float64, sums over all trainers of the ranking weights
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
@@ -115,7 +115,7 @@ class Batch(NamedTuple):
         local_size: number of samples without padding, if ``BatchLoader`` has read the batch; else 0.
         event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
             ``align_batches`` replaces it by the largest over the slices of all trainers.
-        checksum: 0, since a slice has no checksum of the global batch; see ``Ticket``.
+        checksum: 0 for none, because this trainer does not read the whole global batch.
     """
 
     dense_features: Tensor
@@ -137,10 +137,10 @@ class Batch(NamedTuple):
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
 
     def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
-        """Return ``keys_B``, int64, hashes of the features of each sample.
+        """Return ``keys_B``, int64, a hash of all features of each sample.
 
-        Two samples with different features have the same key with a probability of 2**-64. The hash of a
-        feature depends on the order of its ids only if the feature is a sequence.
+        Two samples with different features have the same key with a probability of 2**-64. The order of the
+        ids of a feature has an influence only if the feature is a sequence.
 
         Args:
             sequences: indices of the features that are sequences.
@@ -191,10 +191,10 @@ class Batch(NamedTuple):
 def slice_bounds(
     size: int, index: int, count: int, ends_G: npt.NDArray[np.int64] | None = None
 ) -> tuple[int, int]:
-    """Return start and stop of slice ``index`` of ``size`` items, cut into ``count`` slices.
+    """Return start and stop of slice ``index``, if ``size`` items are cut into ``count`` slices.
 
-    The sizes of slices differ by at most one, or by more if ``ends_G`` has the ends of groups. Groups are not
-    split; see :func:`group_bounds`.
+    The sizes of slices differ by at most one. If ``ends_G`` has the ends of groups (:func:`group_ends`), no
+    group is split. Sizes may then differ more, and slices may be empty.
     """
     small, larger = divmod(size, count)
     start = index * small + min(index, larger)
@@ -203,9 +203,9 @@ def slice_bounds(
 
 
 def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int, int]:
-    """Return the range of further samples that extends the slice ``start : stop`` to ``min_size`` samples.
+    """Return the range of samples that pads the slice ``start : stop`` to ``min_size`` samples.
 
-    The range is after the slice, or before the slice if the batch of ``size`` samples ends too early.
+    The range is after the slice, or before it if too few of the ``size`` samples of the batch follow.
     """
     missing = max(0, min(min_size, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)
@@ -218,12 +218,12 @@ def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
 
 
 def by_task(values: Tensor, num_tasks: int) -> Tensor:
-    """Return labels or weights in the shape (B, T); with one task, they may have the shape (B,)."""
+    """Return labels or weights as (B, T). With one task, the argument may be (B,)."""
     return values.view(len(values), num_tasks)
 
 
 def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:
-    """Return the outputs of each task: ``outputs_B``, or ``outputs_BC`` for C classes."""
+    """Split outputs by task, into ``outputs_B`` or, for C outputs of a task, ``outputs_BC``."""
     if len(num_outputs) == 1:
         return [outputs_BO]
     return [

@@ -1,4 +1,4 @@
-"""The features and labels of a data set."""
+"""The names and kinds of the features of a data set."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class FeatureSpec:
 
     @property
     def is_growing(self) -> bool:
-        """Whether ids are 64-bit keys of a growing table."""
+        """Whether the ids are 64-bit keys of a growing table, instead of row numbers."""
         return self.num_rows == 0
 
 
@@ -27,5 +27,5 @@ class InputSpec:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of dense and of sparse features, as :meth:`Batch.empty` needs them."""
+        """The number of dense features and the number of sparse features."""
         return len(self.dense_features), len(self.sparse_features)

@@ -1,4 +1,4 @@
-"""Metrics of predictions: by task, built-in or custom, and of rankings within groups."""
+"""Metrics of predictions: built-in and custom metrics of each task, and metrics of rankings in groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Integers = npt.NDArray[np.int64]
 class BinaryMetrics(NamedTuple):
     """Quality of predictions for N samples with labels 0 and 1.
 
-    Weights of samples have the meaning of scikit-learn's ``sample_weight``.
+    Sample weights are used as scikit-learn uses ``sample_weight``: all means and fractions are weighted.
     """
 
     auc: float  # area under the ROC curve; NaN if all labels are the same, or if a logit is NaN
@@ -54,7 +54,7 @@ class Predictions(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
-        """Return the predictions for one batch; ``sequences`` has the indices of sequence features."""
+        """Return the predictions for one batch. ``sequences`` are the indices of the sequence features."""
         return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
 
     @classmethod
@@ -75,10 +75,10 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Return the metrics of each task. Samples with equal features have equal predictions in them.
+        """Return metrics by full name, after :meth:`tie_equal_samples`; ConfigError if a custom metric fails.
 
         Args:
-            is_weighted: whether weights above 0 count; samples of weight 0 are always left out.
+            is_weighted: whether samples count by their weights; samples of weight 0 are always left out.
         """
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
@@ -108,14 +108,14 @@ def task_metrics(
     groups_N: Tensor | None,
     weights_N: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return all metrics of a task by name, computed in float64; NaN without samples.
+    """Return all metrics of a task by name, computed in float64. Without samples, they are NaN.
 
     Args:
         name: the name of the task, for errors.
         outputs_N: outputs of the dense net; (N, C) for C classes. For a retrieval task, the rank of each
             sample's item among all items, from 0.
-        groups_N: the group of each sample, for ranking metrics.
-        weights_N: weights above 0, not used by ranking metrics and custom metrics; None for equal weights.
+        groups_N: the group of each sample. Only ranking metrics of non-retrieval tasks need it.
+        weights_N: weights above 0; None for equal weights. Ranking metrics and custom metrics ignore them.
 
     Raises:
         ConfigError: a custom metric cannot be imported, fails, or returns no number.
@@ -152,7 +152,7 @@ def task_metrics(
 
 
 def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
-    """Import the custom metrics of all tasks; ConfigError if that is not possible."""
+    """Import the custom metrics of all tasks; ConfigError if an import fails or a signature is wrong."""
     for name, task in tasks.items():
         for metric in task.metrics:
             if ":" in metric:
@@ -160,12 +160,12 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
 
 
 def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
-    """Return the metric :attr:`TaskSection.main_metric` of a task; NaN without samples."""
+    """Return the main metric of a task (:attr:`TaskSection.main_metric`); NaN without samples."""
     return _common_metrics(task, outputs_N, labels_N)[task.main_metric] if len(labels_N) else float("nan")
 
 
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """Return predictions in float64: probabilities, (N, C) for C classes, scores (retrieval), or numbers."""
+    """Return float64 probabilities, (N, C) for C classes; scores for retrieval; numbers for regression."""
     if task.kind == "binary":
         return probabilities(outputs_N)
     outputs_N = outputs_N.detach().double()
@@ -197,14 +197,14 @@ def _common_metrics(
 
 
 def probabilities(logits_N: Tensor) -> Tensor:
-    """Return the probabilities of N logits in float64, for the AUC and ``hybrid predict``."""
+    """Return the sigmoid of N logits, in float64 on the CPU. Equal logits have equal results."""
     # NumPy, because the last bits of torch's sigmoid depend on the position in a vector.
     with np.errstate(over="ignore"):
         return torch.from_numpy(1 / (1 + np.exp(-logits_N.detach().cpu().double().numpy())))
 
 
 def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> BinaryMetrics:
-    """Compute the metrics of N logits and labels of 0 and 1 in float64; N and each weight are above 0."""
+    """Compute metrics in float64 of at least one sample. Labels are 0 or 1, and weights are above 0."""
     logits_N, labels_N = logits_N.detach().double(), labels_N.detach().double()
     weights_N = torch.ones_like(logits_N) if weights_N is None else weights_N.double()
     probabilities_N = probabilities(logits_N)
@@ -224,12 +224,12 @@ def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None 
 
 
 class ProgressiveMetrics:
-    """Metrics of a binary task whose predictions arrive in parts; the memory does not grow.
+    """Metrics of a binary task over any number of batches, in constant memory.
 
-    For the AUC, logits that lie in one of 32,768 ranges, each 1/1024 wide, are ties.
+    For the AUC, logits in one range are ties. Ranges are 1/1024 wide, from -16 to 16; the outer two are open.
 
     Attributes:
-        counts: int64 (2, 32768), samples with label 0, and with label 1, by range of logits.
+        counts: int64 (2, 32768), numbers of samples by label (0, 1) and by range of logits.
         sums: float64 (3,), sums of log losses, of probabilities and of labels.
     """
 
@@ -240,7 +240,7 @@ class ProgressiveMetrics:
         self.sums = torch.zeros(3, dtype=torch.float64)
 
     def add(self, logits_N: Tensor, labels_N: Tensor) -> None:
-        """Add samples with labels 0 and 1; samples with label NaN are left out."""
+        """Add a batch on the CPU, with labels 0 and 1. Samples with label NaN are left out."""
         has_label_N = ~labels_N.isnan()
         logits_N, labels_N = logits_N[has_label_N].double(), labels_N[has_label_N].double()
         ranges_N = (logits_N * self._PER_UNIT).floor() + self._RANGES // 2
@@ -250,7 +250,7 @@ class ProgressiveMetrics:
         self.sums += torch.stack([each.sum() for each in (log_losses_N, logits_N.sigmoid(), labels_N)])
 
     def metrics(self) -> dict[str, float]:
-        """Return auc, log_loss and calibration as in :class:`BinaryMetrics`, and num_samples."""
+        """Return auc, log_loss and calibration, defined as in :class:`BinaryMetrics`, and num_samples."""
         negatives_R, positives_R = self.counts.double()
         below_R = negatives_R.cumsum(0) - negatives_R / 2
         pairs = negatives_R.sum() * positives_R.sum()
@@ -269,7 +269,7 @@ def _mean(values_N: Tensor, weights_N: Tensor) -> Tensor:
 
 
 def _auc(scores_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> float:
-    """Return the fraction of pairs of a positive and a negative sample in the right order.
+    """Return the fraction of pairs (positive, negative) in which the positive sample has the higher score.
 
     A tie counts one half. The weight of a pair is the product of the weights of its samples.
     """
@@ -296,7 +296,7 @@ class Ranking:
 
     A metric is the mean over all orders of the samples in each tie, so it does not depend on the order of the
     input. Groups without a label above 0 are left out, because all their orders are equally good. GAUC also
-    leaves out groups whose labels are all above 0.
+    leaves out groups whose labels are all above 0. Without any group, a metric is NaN.
 
     Attributes:
         labels_N: the relevance of each sample, group by group, by descending scores.
@@ -335,10 +335,10 @@ class Ranking:
         return _average(won_G[has_pairs_G] / pairs_G[has_pairs_G], self.group_sizes_G[has_pairs_G])
 
     def ndcg(self, k: int) -> float:
-        """Return the mean over groups of the gain of the first ``k`` samples, relative to the ideal order.
+        """Return the mean over groups of the gain of the first ``k`` samples, divided by the largest gain.
 
-        The gain of a sample is its label divided by log2(1 + rank), with ranks from 1 (Järvelin and
-        Kekäläinen 2002). The result is NaN if a label is negative.
+        The gain is the sum of label / log2(1 + rank), with ranks from 1 (Järvelin and Kekäläinen 2002). The
+        largest gain is that of the order by labels. The result is NaN if a label is negative.
         """
         if (self.labels_N < 0).any():
             return float("nan")
@@ -348,13 +348,13 @@ class Ranking:
         return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * ideal_N))
 
     def recall(self, k: int) -> float:
-        """Return the mean over groups of the fraction of the labels that the first ``k`` samples have."""
+        """Return the mean over groups of the sum of the first ``k`` labels / the sum of all labels."""
         labels_N = self.tie_labels_R[self.ties_N]
         found_G = _sums(self.groups_N, np.where(self.ranks_N < k, labels_N, 0))
         return _mean_ratio(found_G, _sums(self.groups_N, self.labels_N))
 
     def mrr(self) -> float:
-        """Return the mean over groups of 1 / rank of the first sample with a label above 0; ranks from 1."""
+        """Return the mean over groups of 1 / r, where r >= 1 is the rank of the first label above 0."""
         relevant_R = _sums(self.ties_N, self.labels_N > 0).astype(np.int64)
         has_relevant = np.flatnonzero(relevant_R)
         if not len(has_relevant):
@@ -368,7 +368,7 @@ class Ranking:
 
 
 def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
-    """Return 1 / rank (from 1) of the first relevant sample of a tie, as the mean over all orders of the tie.
+    """Return the mean of 1 / rank of a tie's first relevant sample over all orders of the tie; ranks from 1.
 
     Args:
         rank: rank of the first sample of the tie, from 0.

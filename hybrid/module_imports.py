@@ -1,4 +1,4 @@
-"""The search path of modules, and fast imports. Runs first, so it imports no other module of the project."""
+"""The search path of modules, and fast imports. Imported first, so it imports no other hybrid module."""
 
 import gc
 import os
@@ -13,8 +13,8 @@ def exclude_working_directory() -> None:
     """Remove the working directory from Python's search path, unless PYTHONPATH names it.
 
     ``python -m`` and an empty entry of PYTHONPATH add the working directory. Torch and other packages would
-    import optional modules such as ``dill`` from there, which somebody else may have written. A working
-    directory that has this project is searched last.
+    import optional modules, such as ``dill``, from this directory, where another user may have put files. If
+    the working directory is the folder of this project, it is searched last instead.
     """
     here = os.path.realpath(os.getcwd())
     if here in map(os.path.realpath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
@@ -27,8 +27,8 @@ def exclude_working_directory() -> None:
 def fast_imports() -> Iterator[None]:
     """Pause garbage collection while this block imports large modules, such as torch.
 
-    The collector takes a fifth of the time of importing torch, and finds nothing. The imported objects are
-    then frozen. Otherwise later collections would copy the memory that forked processes share.
+    The collector takes a fifth of the time of importing torch, and finds nothing. ``gc.freeze`` then excludes
+    all objects from later collections. These would otherwise copy the memory that forked processes share.
     """
     gc.disable()
     try:

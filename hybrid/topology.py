@@ -64,7 +64,7 @@ class Topology:
         return (MASTER, *self.trainers, *self.workers)
 
     def partners(self, role: Role) -> tuple[Role, ...]:
-        """Return the roles that ``role`` calls by RPC. Trainers do not call each other; nor do workers."""
+        """Return the roles that ``role`` calls by RPC: the master and the other kind; for the master, all."""
         if role.kind is RoleKind.MASTER:
             return self.roles
         return MASTER, *(self.workers if role.kind is RoleKind.TRAINER else self.trainers)
@@ -80,6 +80,6 @@ class Topology:
 def polls_shared_memory(world_size: int) -> bool:
     """Return whether RPC within a host uses shared memory, in a cluster of ``world_size`` roles.
 
-    TensorPipe polls shared memory. With fewer cores than processes, polling delays the peer that computes.
+    TensorPipe polls shared memory. If there are more roles than cores, polling delays the roles that compute.
     """
     return world_size <= (os.cpu_count() or 1)

@@ -1,1 +1,1 @@
-"""Building blocks that use no other package: timings, progress, hashes, groups of samples, huge pages."""
+"""Building blocks that import no other package of this project, such as timings, hashes and huge pages."""

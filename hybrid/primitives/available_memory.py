@@ -1,4 +1,4 @@
-"""The memory that a process may still allocate: of its host, and of its control groups. Without torch."""
+"""Free memory of the host and of this process's control groups. This module does not import torch."""
 
 import os
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ _FILES = (
 
 
 def boot_id() -> str:
-    """Return an id of the running kernel; names of hosts need not be unique."""
+    """Return an id of the running kernel. It identifies a host, also if several hosts have the same name."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the smallest value of :func:`free_memory`."""
+    """Return the bytes that this process can still allocate: the smallest value of :func:`free_memory`."""
     return min(free_memory(root).values())
 
 
 def free_memory(root: Path = _ROOT) -> dict[str, int]:
     """Return the free bytes of the host, and of each control group that limits this process.
 
-    The keys are ids of the host and of the groups. All processes in a group have the same id for it, also in
-    containers.
+    The keys are ids of the host and of the groups. All processes in a group get the same id, also in
+    containers. In a group, cached file pages that the kernel frees on demand count as free.
 
     Args:
         root: folder with proc and the mounted control groups.

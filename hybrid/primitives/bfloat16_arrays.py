@@ -1,6 +1,6 @@
 """Values of bfloat16 in NumPy arrays, which lack this type.
 
-In an array, bfloat16 is ``uint16``, or, in a mapped file, two bytes without a type (``V2``).
+An array in memory has them as ``uint16``. An array of a mapped file has them as ``V2``: two untyped bytes.
 """
 
 from typing import Any
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor as an array that shares its memory."""
+    """Return an array that shares the memory of a CPU tensor. It is ``uint16`` if the tensor is bfloat16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a float32 copy of bfloat16 numbers of a mapped file (dtype ``V2``), or another array itself."""
+    """Convert an array of bfloat16 values (``V2``) to float32; return any other array unchanged."""
     if array.dtype.kind != "V":
         return array
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def assign_rows(into: Tensor, rows: Any, values: npt.NDArray[Any]) -> None:
-    """Compute ``into[rows] = values`` by NumPy. If a row occurs several times, its last value is assigned.
+    """Assign ``values`` to ``into[rows]``. If an index occurs several times, its last value is assigned.
 
-    Either side may have bfloat16. Other values are rounded to the nearest value of bfloat16, ties to even.
+    ``into`` may be bfloat16, and ``values`` may be ``V2``. Rounding to bfloat16 is to nearest, ties to even.
     """
     if into.dtype is not torch.bfloat16:
         into.numpy()[rows] = to_floats(values)

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``.
 
-    A copy from the CPU to a GPU and the copy of its gradient back are asynchronous. Only the consumer of the
-    gradient waits for its copy; the GPU continues the backward pass. ``tensor`` must not change meanwhile.
+    From the CPU to a GPU, the tensor and later its gradient are copied asynchronously. Only the consumer of
+    the gradient waits; the GPU continues the backward pass. ``tensor`` must not change during the copy.
     """
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
@@ -29,7 +29,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """The identity. Its backward function waits for the gradient in a CPU thread that no GPU work needs."""
+    """The identity. Its backward function waits for the gradient in a thread that starts no GPU work."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, events: list[torch.Event]) -> Tensor:

@@ -1,6 +1,6 @@
 """Samples in groups: slices of complete groups, and the weights of samples in ranking losses.
 
-The samples of a group are adjacent. A group is in the slice whose range has its last sample::
+The samples of a group are adjacent. A slice has the groups whose last samples are in its range::
 
     groups       7 7 7 2 5 5 5 5 3      ends  3 4 8 9
     ranges      |     |     |     |
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Return, for each run of samples of one group, the index after its last sample, (G,)."""
+    """Return the ends of all runs of equal groups, (G,). An end is the index after the last sample."""
     if not len(groups_B):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(groups_B[1:] != groups_B[:-1]) + 1, len(groups_B))
 
 
 def find_split_group(groups_B: npt.NDArray[np.generic]) -> object | None:
-    """Return a group whose samples are not adjacent; None if there is none."""
+    """Return a group whose samples are not adjacent, or None if no group is split."""
     runs_G = groups_B[group_ends(groups_B) - 1]
     distinct_U, counts_U = np.unique(runs_G, return_counts=True)
     return distinct_U[counts_U > 1][0].item() if len(distinct_U) < len(runs_G) else None
@@ -41,8 +41,8 @@ def group_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[
 def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
     """Return the weight of each sample in a ranking loss, float64.
 
-    A sample counts if its weight is above 0. If the counting samples of a group have different labels, each
-    gets an equal part of their mean weight. Otherwise the group has no ranking, and its weights are 0.
+    Samples of weight 0 do not count, and get 0. If the other samples of a group have different labels, their
+    mean weight is divided equally among them. Otherwise nothing can be ranked, and all get 0.
 
     Args:
         weights_B: None for all ones.
@@ -63,7 +63,7 @@ def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor
 
 
 def ranking_totals(labels_BT: Tensor, weights_BT: Tensor | None, groups_B: Tensor) -> Tensor:
-    """Return the sums of :func:`ranking_weights` by task, (T,)."""
+    """Return, for each task, the sum of the weights of :func:`ranking_weights`, (T,)."""
     columns = labels_BT.unbind(1)
     weights = [None] * len(columns) if weights_BT is None else weights_BT.unbind(1)
     return torch.stack(

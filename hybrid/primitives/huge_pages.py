@@ -12,9 +12,9 @@ _MAP_NORESERVE = 0x4000  # a constant of mmap from Python 3.13 on
 
 
 def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_overcommitted: bool = False) -> Tensor:
-    """Return zeros of ``shape`` in memory of :func:`large_pages`.
+    """Return a tensor of zeros in memory of :func:`large_pages`, which explains ``is_overcommitted``.
 
-    Rows are read and written at random. With pages of 4 KiB, nearly every access misses the TLB.
+    Rows of tables are accessed at random. With pages of 4 KiB, nearly every access misses the TLB.
     """
     size = math.prod(shape)
     if not size:
@@ -23,13 +23,13 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_overcommit
 
 
 def large_pages(num_bytes: int, is_overcommitted: bool = False) -> mmap.mmap:
-    """Return zeroed memory, in pages of 2 MiB if possible; it is allocated when it is first written to.
+    """Map zeroed memory, in pages of 2 MiB if possible. The kernel allocates a page at its first write.
 
     Args:
-        is_overcommitted: whether ``num_bytes`` may exceed the memory of the system, until it is written to.
+        is_overcommitted: map more than the free memory, because most pages will never be written.
 
     Raises:
-        OSError: the system refuses the mapping.
+        OSError: the kernel rejects the mapping.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_overcommitted else 0)
     buffer = mmap.mmap(-1, num_bytes, flags=flags)

@@ -1,4 +1,4 @@
-"""Hashes of 64-bit numbers, and the buckets of growing tables, whose keys are such hashes."""
+"""Hashes of 64-bit numbers. Growing tables use such hashes as keys, and divide the keys into buckets."""
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +22,15 @@ def next_of(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the bucket of each key, which is an unsigned number in an int64."""
+    """Return the bucket of each key. An int64 holds a key's unsigned 64 bits."""
     return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
 
 
 def buckets_of_shard(index: int, count: int) -> range:
-    """Return the buckets of shard ``index`` of ``count``."""
+    """Return the buckets of shard ``index`` of a growing table with ``count`` shards."""
     return range_of_shard(index, count, NUM_BUCKETS)
 
 
 def range_of_shard(index: int, count: int, total: int) -> range:
-    """Return the range ``index`` of the ``count`` ranges that divide ``range(total)``."""
+    """Divide ``range(total)`` into ``count`` ranges of nearly equal size, and return range ``index``."""
     return range(-(-index * total // count), -(-(index + 1) * total // count))

@@ -1,4 +1,4 @@
-"""The interface of a result in progress."""
+"""The interface of results that another thread or process computes."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -10,10 +10,10 @@ class PendingResult(Protocol[Result]):
     """A result in progress, such as a torch future or an RPC call."""
 
     def wait(self) -> Result:
-        """Return the result, or raise the exception."""
+        """Wait for the end of the call; return its result, or raise its exception."""
 
     def done(self) -> bool:
         """Return whether the call has ended, with a result or an exception."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` with this object once the result or an exception is known."""
+        """Call ``callback`` with this object when the call has ended; at once if it has already ended."""

@@ -13,9 +13,9 @@ def ignore_progress(line: str) -> None:
 
 
 class Progress:
-    """Reports the progress of a task after one second, then at intervals that grow to ten seconds.
+    """The progress of a task, reported after one second, then at intervals that grow to ten seconds.
 
-    Several threads may call :meth:`add`.
+    Only :meth:`add` reports; several threads may call it.
 
     Args:
         report: receives one line at a time.

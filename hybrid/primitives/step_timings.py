@@ -1,4 +1,4 @@
-"""Timings of a step: seconds by phase in every step, and trace events in recorded steps."""
+"""Timings of training steps: the seconds of each phase, and trace events (spans) of recorded steps."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ class OpenSpan:
     """A span that has not ended. A ``with`` block or :meth:`close` ends the span.
 
     Attributes:
-        num_bytes: see :class:`Span`; may be set until the span ends.
+        num_bytes: transferred bytes; may be set until the span ends.
     """
 
     __slots__ = ("_span", "_spans", "num_bytes")
@@ -57,7 +57,7 @@ class OpenSpan:
 
 
 class StepClock:
-    """The seconds of each phase since the last :meth:`take`, and the spans of recorded steps.
+    """The seconds of each phase, summed until :meth:`take`, and the spans of recorded steps.
 
     ======== ================================================================
     data     waiting for the next batch
@@ -80,7 +80,7 @@ class StepClock:
         self._steps_thread_id: int | None = None
 
     def record(self, steps: range) -> None:
-        """Drop all recorded spans; record the spans of ``steps`` from now on."""
+        """Drop all spans; from now on, record the spans of the given steps only."""
         self._recorded = steps
         self._spans = []
 
@@ -100,7 +100,7 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of a ``with`` block under ``name``, one of :data:`PHASES`, and record a span."""
+        """Add the time of a ``with`` block to the time of phase ``name``; record a span as :meth:`span`."""
         start = time.perf_counter()
         try:
             with self.span(name):
@@ -109,7 +109,7 @@ class StepClock:
             self.seconds[name] += time.perf_counter() - start
 
     def span(self, name: str, step: int | None = None) -> AbstractContextManager[OpenSpan | None]:
-        """Record a ``with`` block, which receives None if its step is not recorded.
+        """Record a ``with`` block as a span. Its ``as`` variable is None if the step is not recorded.
 
         Args:
             step: the step of the span; None for the current step.
@@ -118,20 +118,20 @@ class StepClock:
         return self._open(name, of_step) if of_step in self._recorded else _NOTHING
 
     def begin(self, name: str, step: int | None = None, *, num_bytes: int = 0) -> OpenSpan | None:
-        """Begin a span that any thread may close; return None if its step is not recorded."""
+        """Begin a span that any thread may close; None if ``step``, or the current step, is not recorded."""
         of_step = self._step if step is None else step
         if of_step not in self._recorded:
             return None
         return OpenSpan(self._spans, name, of_step, None, num_bytes)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call of this method."""
+        """Return the seconds of each phase since the last call, and start again from 0."""
         seconds = self.seconds
         self.seconds = dict.fromkeys(PHASES, 0.0)
         return seconds
 
     def take_spans(self) -> list[Span]:
-        """Return the spans that ended since the last call, with times of day."""
+        """Return the spans that ended since the last call. Their times are nanoseconds since 1970."""
         spans = self._spans
         self._spans = []
         offset_ns = time.time_ns() - time.perf_counter_ns()  # hosts share the time of day

@@ -1,5 +1,5 @@
 """Memory that roles of one host share.
 
-``tensor_blocks`` copies the large tensors of a connection. ``shared_slots`` sums the dense gradients of the
-trainers of a host.
+``tensor_blocks`` transfers large tensors between two roles. ``shared_slots`` sums dense gradients over the
+trainers of one host.
 """

@@ -6,10 +6,10 @@
                                          ├ read the slots of all
     rank 1   write its slot, signal all ─┘
 
-Each trainer has two slots and writes them in turn. A trainer signals slot n + 1 only after it has read slot n
-of all trainers, so slot n can then be overwritten. A turn thus needs one signal in each direction, and no
-lock. A signal is a byte on a Unix socket, which also reports the end of a process. The memory has
-no name, and the kernel frees it when the last process closes it.
+Each trainer has two slots, and uses them alternately. A trainer signals sum n + 1 only after it has read all
+slots of sum n. After these signals, all slots of sum n may be overwritten. Each sum thus needs one signal in
+each direction, and no lock. A signal is a byte on a Unix socket. The socket also reports the end of a
+process. The memory has no name, and the kernel frees it when the last process closes it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _WRITTEN = b"w"
 
 
 class SharedSlots:
-    """A trainer's connections to the other trainers, and the memory of all; created by :meth:`join`.
+    """Sums of tensors over the trainers of one host; created by :meth:`join`.
 
     A process group would send TCP messages: 2 ms for 2 MB on 2 idle cores.
 
     Args:
-        members: the trainers, by rank.
+        members: the trainers, by rank in their process group.
         peers: a connected socket for every other rank.
-        memory: the slots of each rank.
+        memory: the slots of each rank, this trainer's included.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
-        2 to ``MAX_MEMBERS`` processes on one host can share memory if ``may_share`` is true for all.
+        They can if they are 2 to ``MAX_MEMBERS`` processes of one user on one host, all with ``may_share``.
 
         Args:
             group: a process group whose backend supports CPU tensors.
-            trainer: this trainer's index.
+            trainer: this trainer's index in the cluster.
             slot_bytes: size of the largest tensor to sum.
             may_share: whether this trainer's gradients are on the CPU.
             timeout_seconds: how long to wait for another trainer, also in :meth:`sum_`.
 
         Raises:
-            ClusterError: a trainer did not connect in time.
+            ClusterError: a trainer did not connect in time, or the memory cannot be created or mapped.
         """
         if not 2 <= group.size() <= MAX_MEMBERS:
             return None
@@ -120,15 +120,15 @@ class SharedSlots:
         return cls(members, rank, peers, memory)
 
     def sum_(self, values_N: Tensor) -> None:
-        """Replace ``values_N`` by the sum over all trainers, in the order of the ranks.
+        """Replace ``values_N`` by the sum over all trainers, added up in the order of the ranks.
 
-        Trainers call this in the same order, with tensors of the same size and type.
+        All trainers make the same calls in the same order, with tensors of equal size and type.
 
         Args:
             values_N: contiguous, on the CPU.
 
         Raises:
-            ClusterError: another trainer has ended, or is late.
+            ClusterError: another trainer has ended, or has not signaled within the timeout.
         """
 
         def slot(rank: int) -> Tensor:
@@ -155,7 +155,7 @@ class SharedSlots:
 
 
 def _exchange_memory(rank: int, peers: Mapping[int, socket.socket], slot_bytes: int) -> dict[int, mmap.mmap]:
-    """Create the slots of this trainer, and return the slots of all ranks."""
+    """Create this trainer's slots, send them to the peers, and return the slots of all ranks."""
     size = _SLOTS * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with os.fdopen(create_memory(size), "rb") as file:
         memory = {rank: mmap.mmap(file.fileno(), 0)}

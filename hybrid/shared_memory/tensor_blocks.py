@@ -1,4 +1,4 @@
-"""Large tensors between two roles of one host, in memory that only the two ends of a connection map.
+"""Transfer of large tensors between two roles on one host, in memory that only these two processes map.
 
 ::
 
@@ -10,8 +10,8 @@
                                  (the next frame back names the block)
 
 The bytes are copied once, instead of encrypted, sent, received and decrypted. The memory has no name: its
-descriptor is sent over a Unix socket, and the kernel frees the memory when the last process closes it. The
-kernel allocates only pages that were written, so each block starts at the lowest free position.
+descriptor is sent over a Unix socket, and the kernel frees the memory when the last process closes it. Each
+block starts at the lowest free position, because the kernel allocates every page that was ever written.
 """
 
 import fcntl
@@ -45,17 +45,17 @@ Layout: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 
 
 def network_id() -> str:
-    """Return an id of host and network namespace, equal for processes that reach each other by loopback."""
+    """Return an id of host and network namespace. Processes with equal ids can connect by loopback."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
 
 
 def host_id() -> str:
-    """Return an id of host, network namespace and user, equal for processes that can share memory."""
+    """Return an id of host, network namespace and user. Processes with equal ids can share memory."""
     return f"{network_id()} {os.geteuid()}"
 
 
 class BlockWriter:
-    """The memory into which this end copies tensors; one thread at a time writes, any thread frees."""
+    """Memory into which this end copies tensors. One thread at a time may write, and any thread may free."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -63,7 +63,7 @@ class BlockWriter:
         self._released: deque[int] = deque()
 
     def write(self, tensors: Sequence[Tensor]) -> int | None:
-        """Copy tensors into a free block, and return its start; None if they are small or none is free."""
+        """Copy tensors into a free block, and return its first byte; None if they are small or do not fit."""
         length = sum(align(tensor.nbytes) for tensor in tensors)
         if length < MIN_BLOCK_BYTES:
             return None
@@ -81,12 +81,12 @@ class BlockWriter:
         return start
 
     def free(self, starts: Iterable[int]) -> None:
-        """Free blocks that the other end has released."""
+        """Free the blocks at ``starts``, which the other end has released."""
         self._released.extend(starts)
 
 
 class BlockReader:
-    """The memory into which the other end copies tensors; for any thread."""
+    """Memory into which the other end copies tensors. Any thread may call the methods."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -94,10 +94,10 @@ class BlockReader:
         self._released: deque[int] = deque()
 
     def read(self, start: int, layout: Layout) -> list[Tensor]:
-        """Return the tensors of the block at ``start``, which is released when the last of them is deleted.
+        """Return the tensors of the block at ``start``. The block is released when all of them are deleted.
 
         Raises:
-            ValueError: the block is not within the memory.
+            ValueError: a tensor is not within the memory.
         """
         view = self._memory[:]  # only the tensors refer to this object
         self._in_use[start] = weakref.ref(view, partial(self._release, start))
@@ -130,12 +130,12 @@ class MemoryPair:
 
     @classmethod
     def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":
-        """Map the memory of a descriptor, which the caller closes; for errors, see :func:`map_memory`."""
+        """Map the memory of a descriptor; the caller closes the descriptor. Errors: :func:`map_memory`."""
         return cls(memoryview(map_memory(descriptor, cls.NUM_BYTES)), writes_first_half)
 
 
 def create_memory(num_bytes: int) -> int:
-    """Return the descriptor of anonymous memory whose size is sealed."""
+    """Create anonymous shared memory of a size that no process can change; return its descriptor."""
     descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
@@ -143,7 +143,7 @@ def create_memory(num_bytes: int) -> int:
 
 
 def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
-    """Map memory that another process created by :func:`create_memory`; by default, all of it.
+    """Map the first ``num_bytes`` of memory from :func:`create_memory` of any process; 0 for all of it.
 
     Raises:
         ValueError: the memory is smaller, or its size is not sealed. Its owner could then truncate it, and an
@@ -156,7 +156,7 @@ def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout:
-    """Return dtypes and shapes of tensors as numbers."""
+    """Return the layout of tensors; KeyError for a dtype that is not in ``DTYPES``."""
     return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 
@@ -174,7 +174,7 @@ def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> 
 
 
 def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]:
-    """Return tensors that refer to ``memory`` from byte ``start``, and keep it alive.
+    """Return tensors that use ``memory`` from byte ``start`` in place, and keep it alive.
 
     Raises:
         ValueError: a tensor is not within the memory.
