@@ -19,7 +19,7 @@ def main() -> int:
     budgets = [
         ("lines of hybrid and workers", _lines(code), 39_938),
         ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 36_427),
-        ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_095),
+        ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_093),
         ("configuration keys", sum(line.startswith("| `") for line in keys), 106),
         ("private functions with one caller in their file", sum(map(_count_single_callers, code)), 231),
         ("kB of docs", sum(path.stat().st_size for path in pages) // 1000, 145),

@@ -199,17 +199,14 @@ class Checkpoint:
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Copy every ``count``-th row from row ``index`` on, with optimizer state, into a worker's shard.
 
-        The number of stored shards may differ from ``count``.
+        The number of stored shards may differ from ``count``. They must not be ranges of rows, as in exports.
 
         Args:
             into: "weight" and optimizer state of the shard.
 
         Raises:
-            CheckpointError: the table is missing, or has another number of rows, width or optimizer; or this
-                is an export, which training cannot continue.
+            CheckpointError: the table is missing, or has another number of rows, width or optimizer.
         """
-        if self.is_exported:
-            raise CheckpointError(f"{self.folder}: is an export, without the state of optimizers")
         num_shards = self.num_shards(table)
         common = math.gcd(count, num_shards)
         period = num_shards // common

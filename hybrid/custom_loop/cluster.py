@@ -364,12 +364,13 @@ class Cluster:
         history.is_recorded = True
         history.now.start = describe_start(loop.model.net, objects, self.world_size)
         step = -1
-        if self.rank == 0 and storage.exists(root / MANIFEST_FILE):
-            rule = "is a checkpoint; resume in another folder, and load this one by cluster.load"
-            raise CheckpointError(f"{root}: {rule}")
-        if self.rank == 0 and checkpoint_folders.list_checkpoints(root):
-            step = Checkpoint.newest_valid(root, self._backend.warn).manifest.step
-            checkpoint_folders.remove_after(root, step)
+        if self.rank == 0:
+            if storage.exists(root / MANIFEST_FILE):
+                rule = "is a checkpoint; resume in another folder, and load this one by cluster.load"
+                raise CheckpointError(f"{root}: {rule}")
+            if checkpoint_folders.list_checkpoints(root):
+                step = Checkpoint.newest_valid(root, self._backend.warn).manifest.step
+                checkpoint_folders.remove_after(root, step)
         step = int(loop.trainers.gather(torch.tensor([step]))[0])
         if step < 0:
             return

@@ -65,7 +65,8 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._mode = rules.mode
         self._num_micro_batches = rules.micro_batches
         self._should_prefetch = rules.mode is not UpdateMode.SYNC
-        self._num_ahead = 2 if rules.mode is UpdateMode.ASYNC else 1  # steps read before the current one
+        # The number of steps that are read before the first of them begins.
+        self._num_ahead = 2 if rules.mode is UpdateMode.ASYNC else 1
         self._clock = clock
         self.begin(iter(()), 0)
 
@@ -102,7 +103,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         if not self.has_next():
             raise StopIteration
         current = self._steps[0]
-        if self._should_prefetch and len(self._steps) == self._num_ahead:  # else the batches have ended
+        if self._should_prefetch and len(self._steps) == self._num_ahead:  # it is less once the batches end
             self._read_step(current)
         return current
 

@@ -42,6 +42,7 @@ RESTARTS_FILE = "restarts.jsonl"
 SWEEP = "sweep"  # a launch with ``--seeds``
 RESULT_FILE = "result.json"  # exists only if the run has finished
 _STORE_FILE = ".store"  # contains the URL of the run
+OTHER_OUTPUT = "choose another --output"  # a remedy of run_write_errors
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # between the clocks of this machine and of the store
@@ -74,9 +75,6 @@ def refuse_existing(path: StoragePath) -> None:
 def log_path(run: Path, role: Role) -> Path:
     """Return the path of a role's log in the folder ``run``, for roles that the launcher has started."""
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"
-
-
-OTHER_OUTPUT = "choose another --output"  # a remedy
 
 
 @contextmanager

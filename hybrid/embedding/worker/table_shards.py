@@ -16,7 +16,7 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.worker.growing_group import GrowingGroup
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
-from hybrid.errors import ClusterError
+from hybrid.errors import CheckpointError, ClusterError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.hosted_module import HostedModule
@@ -138,8 +138,9 @@ class TableShards(HostedModule, TableSource):
         items = self._prefetched.pop(ticket.key, None)
         if items is None:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
-        response: Future[list[Tensor]] = Future()
+        response: Future[list[Tensor]]
         if attached is None:
+            response = Future()
             response.set_result([])
         else:  # before the gradients, since the update that they may complete runs the waiting lookups
             response = self.lookup(attached.ticket, attached.items)
@@ -193,9 +194,11 @@ class TableShards(HostedModule, TableSource):
         return kept, idle
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Read every shard, and continue after ``step`` steps; CheckpointError if a table does not fit."""
-        self.barrier.drain()
+        """Read every shard; continue after ``step`` steps. CheckpointError for exports and other tables."""
         checkpoint = Checkpoint.open(folder)
+        if checkpoint.is_exported:
+            raise CheckpointError(f"{folder}: is an export, without counts of keys and state of optimizers")
+        self.barrier.drain()
         for group in self.groups:
             group.load(checkpoint)
         self._prefetched.clear()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,16 @@ from support.trained import (
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hybrid.checkpoint.checkpoint_folders import Manifest, shard_file
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import ChangedRows
 from hybrid.config.loading import to_toml
+from hybrid.embedding.placement import place
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.inference import program_export, table_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.trained_module import load
 from hybrid.inference.trained_run import TrainedRun
+from hybrid.updates.update_rules import UpdateRules
 from workers.cli import main
 from workers.cli.model_commands import evaluate, export_run
 
@@ -406,8 +409,9 @@ def test_module_of_a_custom_loop_computes_its_outputs(
     for exported in (program_of(tmp_path / "served"), onnx_of(tmp_path / "served")):
         assert largest_difference(exported(inputs), expected) < 1e-6
     assert 1e-6 < largest_difference(program_of(tmp_path / "half")(inputs), expected) < 1e-2
-    with pytest.raises(CheckpointError, match="half: is an export"):
-        Checkpoint.open(tmp_path / "half").load_rows("item", 0, 1, {})
+    with closing(TableShards(place([], num_workers=1), 0, UpdateRules(1), torch.float32)) as shards:
+        with pytest.raises(CheckpointError, match="half: is an export"):
+            shards.load(tmp_path / "half", 1)
 
 
 def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
