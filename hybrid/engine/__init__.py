@@ -4,5 +4,5 @@
 ``uneven_batches`` gives all trainers the same number of steps. ``ddp`` sums gradients over trainers, and
 ``update_guard`` clips or skips updates. The other modules serve configured runs: ``hybrid_model`` is the
 model, and ``losses``, ``ranking_losses`` and ``retrieval`` compute the loss. ``model_builder`` builds tables
-and nets, ``initial_model`` finds initial values, and ``execution_backends`` compiles or splits nets.
+and nets, ``initial_model`` finds initial values, and ``execution_backends`` compiles, copies or splits nets.
 """

@@ -1,9 +1,9 @@
-"""Data parallelism of the dense net: what DDP wraps, which trainers hold which shard, and sums of gradients.
+"""Data parallelism of the dense net: what DDP wraps, which trainers share parameters, and gradient sums.
 
 The sums over trainers are bit-identical in a resumed run. Sums by DDP would not be. DDP rebuilds its buckets
 after the first step of a process. With three or more trainers, gloo and NCCL add values in an order that
-depends on the offset in the buffer. On one host, :class:`SharedSlots` adds CPU tensors in the order of ranks.
-Otherwise, :class:`GroupReduce` all-reduces buffers whose layout is fixed when the model is built.
+depends on the offset in the buffer. If trainers share memory, :class:`SharedSlots` adds in rank order.
+Otherwise, :class:`GroupReduce` all-reduces buffers whose layout depends only on the trained parameters.
 """
 
 # No postponed annotations here: DDP checks the annotations of a communication hook, as types.
@@ -32,7 +32,7 @@ _SEGMENT_BYTES = 25 << 20  # as DDP's buckets
 
 
 class DdpMode(StrEnum):
-    """What DDP wraps. All other parameters differ between trainers.
+    """What DDP wraps. Other parameters of a trainer may differ from those of other trainers.
 
     ======= ============================================================================================
     NONE    nothing: every trainer trains its own dense net over shared tables
@@ -90,8 +90,6 @@ class DensePlacement:
 
 @dataclass
 class _Segment:
-    """A contiguous buffer for the gradients of some parameters."""
-
     buffer_N: Tensor
     num_parameters: int
     num_copied: int = 0
@@ -154,10 +152,10 @@ class GroupReduce:
 class DdpModel:
     """The model of one trainer, wrapped in DDP as ``mode`` selects, and the gradients of a step.
 
-    DDP copies the parameters of trainer 0 to the others, and fills buckets with gradients. DDP reduces
-    nothing: a hook sums each bucket in :class:`SharedSlots`, or copies it into :class:`GroupReduce`, while
-    the backward pass continues. The gradients of a step's micro-batches are added up, and are reduced once,
-    in the last backward pass.
+    DDP copies the parameters of the first trainer of ``placement.group`` to the others, and fills buckets
+    with gradients. DDP reduces nothing: with several trainers, a hook sums each bucket in
+    :class:`SharedSlots`, or copies it into :class:`GroupReduce`, while the backward pass continues. The
+    gradients of a step's micro-batches are added up, and are reduced once, in the last backward pass.
 
     Args:
         model: any module; ``INSIDE`` requires a ``HybridModel``, and wraps its head in place.
@@ -207,7 +205,7 @@ class DdpModel:
     def follow_parameters(self) -> nn.Module:
         """Return the module to call. Under ``OUTSIDE``, wrap it again if other parameters are now trained.
 
-        All trainers must call this together. A new DDP copies the parameters of trainer 0 to the others.
+        All trainers must call this together. A new DDP copies the first trainer's parameters to the others.
 
         Raises:
             RuntimeError: other parameters are trained than in the previous micro-batch of the same step.

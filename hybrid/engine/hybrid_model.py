@@ -44,7 +44,7 @@ class NetInputs(NamedTuple):
 
 
 class HybridModel(nn.Module):
-    """Embeddings on workers and a local net, with an optional net on a worker between interaction and head.
+    """A model of tables on workers, a local net, and perhaps a remote net between interaction and head.
 
     ::
 
@@ -126,8 +126,8 @@ class HybridModel(nn.Module):
     def repeat_backward(self) -> None:
         """Repeat the last forward and backward pass of the local net, to raise the backward error again.
 
-        Distributed autograd has reported the error without its location in user code. If no error occurs, the
-        method returns. A trainer with only shards of the net cannot compute alone, and does nothing.
+        Errors of distributed autograd do not show their location in user code. If no error occurs, the method
+        returns. A trainer with only shards of the net cannot compute alone, and does nothing.
         """
         if self._inputs is None or not self.is_whole:
             return
@@ -140,8 +140,8 @@ class HybridModel(nn.Module):
     def first_not_finite(self) -> str:
         """Return a clause about the first non-finite values of the last forward pass, or an empty string.
 
-        The clause names an input. If all inputs are finite, it names the first non-finite layer output and
-        parameter. A trainer with only shards of the net cannot compute alone, and names no layer.
+        The clause names a non-finite input, else the first non-finite layer output and the first non-finite
+        parameter. A trainer with only shards of the net cannot compute alone, and names no layer output.
         """
         if self._inputs is None:
             return ""
@@ -182,7 +182,7 @@ class HybridModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the local net."""
+        """The device of the local net; the CPU if the net has no parameters."""
         return next((p.device for p in self.net.parameters()), torch.device("cpu"))
 
 

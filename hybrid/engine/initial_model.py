@@ -179,7 +179,7 @@ class InitialModel:
         )
 
     def _warn_of_missing(self, run: str) -> None:
-        """Warn of tables that the other run does not have, and of its tables that this run does not read."""
+        """Warn if the other run lacks tables; also name its tables that this run does not read."""
         missing = [each.name for each in self.tables if not (each.initial or self._section(each).initial)]
         unread = sorted(self._opened[run][1].keys() - {each.initial_table for each in self.tables})
         if missing:

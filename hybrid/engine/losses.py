@@ -53,7 +53,8 @@ class Objective:
             batch: labels and weights may be on another device than the outputs, and of another type.
 
         Raises:
-            DataError: a label is negative, and the ranking loss is ``listwise``.
+            ConfigError: a custom loss does not return one value per sample.
+            DataError: a sample that counts in a ``listwise`` ranking loss has a negative label.
         """
         if not len(batch.labels):
             return outputs_BO.sum()

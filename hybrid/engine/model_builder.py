@@ -25,7 +25,7 @@ _SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field h
 
 
 def table_specs(config: RunConfig, input_spec: InputSpec) -> tuple[TableSpec, ...]:
-    """Return one table per sparse feature, or per [tables.NAME] section that lists several.
+    """Return one table per sparse feature, or one per section [tables.NAME] for all features that it lists.
 
     Raises:
         ConfigError: a section names a column that does not exist, or has the name of a column that it does
@@ -99,7 +99,6 @@ def _pooling(config: RunConfig, feature: FeatureSpec, of_table: Pooling) -> Pool
 
 
 def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
-    """Return the length of a sequence, 0 for other columns; ConfigError for one id per sample."""
     length = sequence_length(feature.name, config.columns.get(feature.name, ColumnSection()))
     if length and not feature.multi_hot:
         rule = "needs a column of several ids: set its multi_hot_separator, or leave pooling out"
@@ -155,7 +154,7 @@ class Blueprint:
         return tuple(k for k, table in enumerate(tables) if table.sequence)
 
     def dense_net(self) -> DenseNet:
-        """Build a trainer's net in ``train.dtype``; for its weights, see :func:`build_dense_net`."""
+        """Build a trainer's net in ``train.dtype``, with the same initial weights in every process."""
         return build_dense_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def remote_net(self) -> nn.Sequential | None:

@@ -4,8 +4,8 @@
 
     loss = sum over groups g: W_g * value_g / sum over groups g: W_g
 
-A group of the global batch counts if two of its samples have weights above 0 and different labels. W_g is the
-mean of the weights above 0 in the group. For its samples with weights w above 0, labels y and scores s::
+A group of the global batch counts if two of its samples have weights above 0 and different labels. In such a
+group, the samples with weights w above 0 count. W_g is their mean weight. With labels y and scores s::
 
     pairwise   value = sum over pairs y_i > y_j: w_i w_j log(1 + exp(s_j - s_i))
                        / sum over these pairs: w_i w_j
@@ -33,7 +33,7 @@ from hybrid.primitives.grouping import ranking_weights
 def pairwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the logistic loss of the pairs of samples that are in the same group and have different labels.
+    """Return the loss ``pairwise``: the logistic loss of pairs of samples of one group with different labels.
 
     Args:
         scores: (samples,), in any order. A higher score predicts a better rank.
@@ -69,7 +69,7 @@ def listwise_loss(
     Arguments and results are as in :func:`pairwise_loss`.
 
     Raises:
-        DataError: a label is negative.
+        DataError: a sample that counts has a negative label.
     """
     ordered = _OrderedSamples.of(scores, labels, groups, weights)
     if bool((ordered.labels_N < 0).any()):

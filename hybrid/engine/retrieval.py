@@ -42,7 +42,7 @@ class RetrievalLoss:
     def __call__(self, outputs_BO: Tensor, batch: Batch) -> Tensor:
         """Return the contribution of local samples to the loss of the global batch.
 
-        The items of samples with weight 0, such as items that were not chosen, are no negatives either.
+        Samples with weight 0, such as items that were not chosen, are left out, also as negatives of others.
         """
         assert batch.weights is not None, "the label is a weight"
         assert batch.total_weights is not None, "batches with weights have their totals"
@@ -74,7 +74,7 @@ class ItemRanking:
         self.num_items = item.num_rows - 1
 
     def item_vectors(self, outputs_of: Callable[[Batch], Tensor]) -> Tensor:
-        """Return ``items_ID``, the vectors of all items, on the CPU.
+        """Return ``items_ID``, on the CPU: the vector of each item, from row 1 of the item table on.
 
         Args:
             outputs_of: returns the outputs of the net for a batch.
@@ -97,7 +97,7 @@ class ItemRanking:
             yield Batch(torch.zeros(len(ids_C), num_dense), sparse, torch.zeros(len(ids_C)), len(ids_C))
 
     def ranks_by(self, outputs_of: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Compute all item vectors; return a function from a batch to its ranks. See :meth:`item_vectors`."""
+        """Compute all item vectors; return a function that maps a batch to :meth:`ranks` of its samples."""
         items_ID = self.item_vectors(outputs_of)
         return lambda batch: self.ranks(outputs_of(batch), batch, items_ID)
 

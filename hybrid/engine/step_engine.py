@@ -191,7 +191,7 @@ class StepEngine(Generic[AnySamples]):
         return gradients
 
     def decide(self) -> float | None:
-        """End the step; return the factor for its gradients, or None to skip it; see :meth:`Guard.decide`."""
+        """End the step; return the factor for its gradients, or None to skip it; errors as Guard.decide."""
         norm = self.model.squared_norm()
         with self._clock.span("decide"):
             scale = self._guard.decide(self.feed.step, self._loss, norm, self.model.gradient_not_finite)

@@ -1,4 +1,4 @@
-"""The steps of one trainer: batches cut into micro-batches, with a ticket and a lookup for each.
+"""The steps of one trainer: micro-batches, each with a lookup and a ticket that identifies its calls.
 
 ::
 
@@ -79,7 +79,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._steps: deque[StepInput[AnySamples]] = deque()
 
     def flush(self) -> None:
-        """Wait until the workers have the gradients of all completed steps; raise an error of sending them.
+        """Wait until the workers have all gradients of completed steps; raise an error if a message is lost.
 
         The response to a prefetched lookup shows that the gradients in the same message have arrived.
         """
@@ -92,7 +92,8 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def has_next(self) -> bool:
         """Return whether there is a further step. Call this method only between steps.
 
-        At the start of a pass, the call reads the batches of the first steps, and sends prefetched lookups.
+        In sync mode, the call reads the next batch. In other modes, at the start of a pass only, it reads the
+        batches of the first steps, and sends their lookups.
         """
         while len(self._steps) < self._num_ahead and self._read_step():
             pass
@@ -108,7 +109,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         return current
 
     def end_step(self) -> None:
-        """Complete the current step."""
+        """Count the current step as completed, and drop its input."""
         self._steps.popleft()
         self.step += 1
 

@@ -40,7 +40,7 @@ class GuardedModule(Protocol):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> PendingResult[Result]:
-        """Call a method of the update barrier with ``args``, and return its pending result."""
+        """Call a method of the module's :class:`UpdateBarrier`, and return its pending result."""
 
 
 class Guard:
@@ -81,7 +81,8 @@ class Guard:
             find: returns the name of a parameter with a non-finite gradient, or None.
 
         Raises:
-            NonFiniteError: a gradient is not finite, and ``train.non_finite`` stops the run.
+            NonFiniteError: ``train.non_finite`` stops the run, and a gradient of the dense net is not finite,
+                or, with clipping, a gradient on a worker or a loss of any trainer.
         """
         if self._rules.check_finite and not math.isfinite(squared_norm):
             name = find()
