@@ -147,7 +147,7 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
 
 
 class SingleProcess(Backend):
-    """A backend without a cluster: this process holds all tables."""
+    """A backend without a cluster: this process holds all tables, and writes and loads checkpoints."""
 
     is_single_process = True
 

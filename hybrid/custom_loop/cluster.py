@@ -95,8 +95,8 @@ class Cluster:
             splits: "train", "test" or, if ``data.validation`` is set, "validation"; by default train, test.
 
         Raises:
-            ConfigError: there is no such split, or two columns of a batch would have the same name.
-            ConfigError, DataError: the data cannot be prepared. Under ``hybrid run``, the run ends instead.
+            ConfigError: there is no such split, a column is missing, or two columns would have one name.
+            DataError, StorageError: the data cannot be read. Under ``hybrid run``, the run may end instead.
         """
         config = self._backend.config
         self._data_source = source = self._backend.prepare_data()
@@ -135,7 +135,7 @@ class Cluster:
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
-            DataError: the module has no tables, or the file of a table's initial rows cannot be read.
+            DataError, StorageError: the module has no tables, or a file of initial rows cannot be read.
             RuntimeError: the cluster has a module, or a table of ``module`` is already distributed.
         """
         if self._loop is not None:
@@ -155,9 +155,9 @@ class Cluster:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
         Batches are for training, or under ``torch.no_grad()`` for evaluation. In training, a slice is yielded
-        in ``train.micro_batches`` parts, and the pass ends at step ``train.max_steps``. Tensors are on the
-        device of the module. In place of an empty slice, a trainer gets a copy of another sample of the
-        batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
+        as ``train.micro_batches`` micro-batches, and the pass ends at step ``train.max_steps``. Tensors are
+        on the device of the module. In place of an empty slice, a trainer gets a copy of another sample of
+        the batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
@@ -177,7 +177,7 @@ class Cluster:
             DataError: a batch is invalid, or differs between trainers; or the samples of a group are not
                 adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
-                or the script did not train on a batch.
+                or the script did not complete the step of a batch.
             ValueError: ``size`` is below 1; ``drop_last`` lacks a size; or a stream is given other options.
         """
         if isinstance(data, StreamData):
@@ -238,7 +238,7 @@ class Cluster:
         """Compute the gradients of the mean loss over the batch of all trainers.
 
         Gradients of parameters are stored in ``grad``; gradients of tables are sent to the workers. With
-        ``train.micro_batches``, call it for each part of a slice; ``grad`` is set by the last call.
+        ``train.micro_batches``, call it for each micro-batch; the last call of a step sets ``grad``.
 
         Args:
             values: loss of each sample of this trainer's slice, (samples,).
@@ -249,7 +249,7 @@ class Cluster:
             ConfigError: there are weights, and ``train.micro_batches`` is not 1.
             DataError: there is not one value, or valid weight, per sample.
             NonFiniteError: the loss is not finite (``train.non_finite``).
-            RuntimeError: there is no new batch, or the loss does not depend on the module.
+            RuntimeError: there is no new batch, or the loss does not depend on every trained parameter.
         """
         self._require_loop().backward([(values, weights), *more])
 
@@ -292,6 +292,7 @@ class Cluster:
                 columns ``TASK.weights`` and ``group`` are optional.
 
         Raises:
+            ConfigError: a custom metric fails.
             DataError: there are no samples, or no labels.
         """
         loop = self._require_loop()
@@ -383,10 +384,10 @@ class Cluster:
         self.print(f"resuming from step {step}: {stored.folder}")
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Record numbers of the present step in ``metrics.jsonl`` in the folder of :meth:`resume`.
+        """Record numbers of the current step in ``metrics.jsonl`` in the folder of :meth:`resume`.
 
-        The loggers in ``cluster.loggers`` also get the numbers. Only trainer 0 records its values, so other
-        trainers need not call this method. A restarted script does not record a step twice.
+        The loggers that the configuration names (``loggers`` in section [cluster]) also get the numbers. Only
+        trainer 0 records its values. A restarted script does not record the values of a step twice.
 
         Raises:
             RuntimeError: the script has not called :meth:`resume`.
@@ -412,7 +413,7 @@ class Cluster:
         self._log.append(loop.step, numbers, loop.history.is_repeated)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield epoch indices below ``count``, from 0, or after :meth:`resume` from the checkpoint's epoch.
+        """Yield epoch indices below ``count``: from 0, or if resumed, from the checkpoint's epoch.
 
         The loop ends early at ``train.max_steps``. After :meth:`resume`, a checkpoint is written at the end.
 
@@ -480,7 +481,7 @@ class Cluster:
             CheckpointError: the folder exists or cannot be written; no partial checkpoint remains. In a
                 resumed script, an existing checkpoint of the same step is kept without an error.
             DataError: the state of an object has a value that a checkpoint cannot store.
-            RuntimeError: a step has begun.
+            RuntimeError: a step is incomplete: ``optimizer.step()`` has not followed :meth:`backward`.
         """
         self._save(parse_path(folder), objects)
 
@@ -512,7 +513,7 @@ class Cluster:
 
         Raises:
             CheckpointError: the checkpoint has another model, other objects or other data, or is damaged.
-            RuntimeError: a step has begun.
+            RuntimeError: a step is incomplete: ``optimizer.step()`` has not followed :meth:`backward`.
         """
         stored = Checkpoint.open(parse_path(folder))
         self._load(stored, objects)
@@ -558,7 +559,7 @@ class Cluster:
 
     @property
     def step(self) -> int:
-        """Number of steps taken."""
+        """Number of steps taken, including the steps before a loaded checkpoint."""
         return self._require_loop().step
 
     def print(self, *values: object) -> None:

@@ -3,10 +3,10 @@
 The workers hold and update the rows, so rows are no parameters of the module. Distribute a module before you
 call its tables.
 
-Each table has an optimizer from a function below, which raises ValueError for an argument out of range. Names
-and arguments are those of ``torch.optim`` where it has the optimizer. With ``all_rows``, a step updates every
-row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step updates only the rows that its batch
-reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
+Each table has an optimizer from a function below, which raises ValueError for an argument out of range, such
+as ``eps=0``. Arguments are named as in ``torch.optim``, which has more, and where ``Momentum`` is ``SGD``.
+With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step
+updates only the rows that its batch reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def AdamW(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay, and a step count per row."""
     return _optimizer_spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -260,7 +260,7 @@ class TableModule(nn.Module):
 
         Raises:
             DataError, StorageError: the file cannot be read, or has no matrix of floating-point values.
-            ValueError: there is an optimizer although ``freeze`` is set, or an option is invalid.
+            TypeError, ValueError: an option is invalid, or there is an optimizer although ``freeze`` is set.
         """
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
@@ -324,7 +324,7 @@ class TableModule(nn.Module):
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
-        """Return the arguments of ``forward`` as a call; DataError or ValueError if they do not match."""
+        """Return the arguments of ``forward`` as a call."""
         return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
@@ -476,6 +476,7 @@ class EmbeddingBag(TableModule):
         return pooled_ND.index_add(0, bags_L, rows_LD * weights_L.to(rows_LD).unsqueeze(1))
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
+        """Return the arguments of ``forward`` as a call; DataError or ValueError if they do not match."""
         if isinstance(weights, Jagged):
             if isinstance(ids, Jagged) and ids.offsets.tolist() != weights.offsets.tolist():
                 raise DataError(f"table {self.name}: the weights have other offsets than the ids")
@@ -508,7 +509,7 @@ def _as_ids(ids: Tensor) -> Tensor:
 
 
 def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor | nn.Module]) -> nn.Module:
-    """Copy a module to the CPU with each table as a module of ``torch.nn``.
+    """Copy a module to the CPU, with a module of ``torch.nn`` or a given module in place of each table.
 
     Args:
         rows_of: returns the rows of a table, or the module that replaces the table.

@@ -90,7 +90,7 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches; for an empty slice, another sample.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        checksum: :func:`checksum` of the global batch; 0 if each trainer reads only its slice.
+        checksum: :func:`checksum` of the global batch; 0 for one trainer, or if each reads only its slice.
         drawn: the columns of :class:`Negatives`, equal on all trainers and in all micro-batches.
     """
 
@@ -339,9 +339,8 @@ def checksum(batch: Any, number: int) -> int:
     """Return a checksum of a batch, which is the batch with index ``number`` in its pass.
 
     For speed, the checksum covers all tensors of the first batch, and one tensor in turn of each later batch.
-    It covers no lists.
-    For a tensor of 8 KiB or more, it covers the sum of all 64-bit words, which detects changed values. It
-    also covers evenly spaced words, which detect most changes of the order.
+    It covers no lists. For a tensor of 8 KiB or more, it covers the sum of all 64-bit words, which detects
+    changed values. It also covers evenly spaced words, which detect most changes of the order.
     """
     columns = [
         [c] if isinstance(c, Tensor) else c for _, c in _columns(batch) if isinstance(c, Tensor | Jagged)
@@ -420,7 +419,6 @@ def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") ->
 
 
 def _keys(batch: Any) -> Any:
-    """Return the keys of a dict, or the indices of a list or tuple; None for another value."""
     if isinstance(batch, Mapping):
         return batch.keys()
     return range(len(batch)) if isinstance(batch, list | tuple) else None
@@ -499,7 +497,7 @@ class PreparedData(EncodedData):
         """Yield a trainer's slice of each batch of pass ``epoch``, starting at ``first_sample``.
 
         Raises:
-            DataError: ``slicing.whole`` is another column than ``group``, or the split has no groups.
+            DataError: ``slicing.whole`` is not ``group``, or batches of complete groups are not possible.
         """
         if slicing.whole not in (None, GROUP):
             raise DataError(

@@ -35,7 +35,7 @@ _MAX_SAMPLES = 1 << 48  # of a pass
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, or another object whose state is made of numbers, text, lists and dicts."""
+    """An optimizer, a scheduler, or another object whose state consists of JSON values and tuples."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -134,7 +134,6 @@ class PassHistory:
         return known[index] if self.is_repeated and index < len(known) else None
 
     def _record_length(self, length: int) -> None:
-        """Record the length of a pass; warn if the length differs from the length before the checkpoint."""
         number, known = len(self.now.lengths), self.before.lengths
         is_before = self.now.pass_index <= self.before.pass_index
         if is_before and number < len(known) and known[number] != length:
@@ -145,7 +144,7 @@ class PassHistory:
         self.now.lengths += (length,)
 
     def resume(self, before: LoopProgress, source: str) -> None:
-        """Continue from the progress ``before``. Warn if this script differs from the one that wrote it."""
+        """Continue from the progress in checkpoint ``source``; warn of initial settings that have changed."""
         self.before = before
         names = sorted(before.start.keys() | self.now.start.keys())
         pairs = [(name, before.start.get(name), self.now.start.get(name)) for name in names]
@@ -159,7 +158,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return initial settings of optimizers, schedulers and dropout, to compare with those at a restart."""
+    """Return settings of optimizers and schedulers, and with dropout the number of trainers, as text."""
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
         state: dict[str, Any] = each.state_dict()

@@ -41,7 +41,7 @@ class LoopWarnings:
         """Warn if an optimizer's rate has changed since its first step, and the rates of tables are constant.
 
         Raises:
-            RuntimeError: the momentum or the betas have changed; a table has momentum, which cannot change.
+            RuntimeError: the momentum or the betas have changed, while those of a table cannot change.
         """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]

@@ -23,8 +23,8 @@ class ScriptLog:
     """The log of a script that starts, or resumes after ``step`` steps. Later records are deleted.
 
     Raises:
-        ConfigError: see :class:`RunLoggers`.
-        OSError: the file cannot be written.
+        ConfigError: a logger of the configuration cannot be loaded (:class:`RunLoggers`).
+        OSError: the file cannot be read or written; :meth:`append` raises it, too.
     """
 
     def __init__(self, folder: Path, config: RunConfig, step: int, warn: Callable[[str], object]) -> None:
@@ -41,7 +41,7 @@ class ScriptLog:
         self._loggers.start(folder.name, folder, step)
 
     def append(self, step: int, values: Mapping[str, float], is_repeated: bool) -> None:
-        """Append the values of a step, unless a record before the restart has values of these names.
+        """Append the values of a step; at the checkpoint's step, only if no earlier record has their names.
 
         Args:
             is_repeated: whether the script repeats calls that precede the checkpoint.

@@ -1,7 +1,7 @@
 """The rows of a stream, for custom training loops.
 
 The rows come in units: a file, a folder, or a topic. Trainer 0 finds the units and sends their descriptions
-to the others. Each trainer reads its part of every step (``hybrid/data/stream/lanes.py``).
+to the others. Each trainer reads its slice of every step (``hybrid/data/stream/lanes.py``).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class StreamData(EncodedData):
         self._forget()
 
     def _invalid_rows(self) -> list[InvalidRowReport]:
-        """Return each trainer's report of invalid rows of the unit; DataError if they are too many."""
+        """Return each trainer's report of invalid rows of the unit; DataError if files have too many."""
         assert self._reader is not None
         reports = self._trainers.gather_json(asdict(self._reader.invalid_rows()))
         return [parse_fields(InvalidRowReport, each) for each in reports]

@@ -245,7 +245,7 @@ class TrainingLoop:
     def slices(
         self, data: Any, slicing: Slicing, negatives: Mapping[str, Negatives], index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Return an iterator over the slices of pass ``index``; skip ``first_sample`` samples in all."""
+        """Return an iterator over the slices of pass ``index``, from sample ``first_sample`` on."""
         slicing = replace(slicing, tables=self._prefetching, device=self.device)
         num_equal, last = division(data, slicing) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
@@ -272,7 +272,7 @@ class TrainingLoop:
         return (replace(each, drawn=drawn(step)) for step, each in enumerate(slices, self.step))
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
-        """Yield batches; before each, seed torch with pass and position, so trainers get the same samples."""
+        """Yield batches; before each, seed the CPU generators, so data sets draw alike on all trainers."""
         for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
@@ -285,7 +285,7 @@ class TrainingLoop:
         """Yield the columns of each micro-batch, and call ``before_step`` before each step.
 
         Raises:
-            RuntimeError: the script did not train on a micro-batch, or has ended the pass by another call.
+            RuntimeError: the script did not train on a micro-batch, or a load or a new pass ended the pass.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
@@ -417,7 +417,6 @@ class TrainingLoop:
         return None
 
     def _use_prefetched(self, current: CurrentBatch) -> None:
-        """Wait for the prefetched lookup of a batch, unless its vectors are already used."""
         if current.prefetched is not None:
             self._use(current, current.prefetched, current.batch.calls)
             current.prefetched = None
@@ -523,7 +522,8 @@ class TrainingLoop:
 
         Raises:
             NonFiniteError: a gradient is not finite (``train.non_finite``).
-            RuntimeError: the optimizer has no gradients of a new batch, or also has other parameters.
+            RuntimeError: there are no gradients of a new batch, or the optimizer has further parameters, or a
+                momentum that has changed (:meth:`LoopWarnings.check_settings`).
         """
         module_ids = {id(parameter) for parameter in self.model.net.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
