@@ -296,8 +296,6 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple
 
 
 class _Broadcast(torch.autograd.Function):
-    """Copies of all tensors; the backward pass sums the gradients of the copies."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # dense zeros would make a sparse gradient dense
@@ -325,8 +323,8 @@ class DataParallel(nn.Module):
     """A module that calls ``module`` on several devices of one process, each with a slice of the batch.
 
     Tensors in the arguments are split along ``dim``, also in containers. Other arguments go to every device.
-    A batch with fewer samples than devices uses fewer devices. An empty batch, or a call without arguments,
-    uses one device.
+    A small batch may use fewer devices (:func:`scatter`). An empty batch, or a call without arguments, uses
+    one device.
 
     With several devices, each call creates replicas and runs them in threads. So ``module`` must make no
     remote calls. Attributes that its forward pass assigns are lost, but in-place changes of buffers on the

@@ -61,7 +61,7 @@ class HostedNet(HostedModule):
         return output
 
     def load(self, folder: StoragePath, step: int, has_state: bool = True) -> None:
-        """Load the net and its optimizer, and continue after ``step`` steps; CheckpointError for another net.
+        """Load net and optimizer, and continue after ``step`` steps; CheckpointError if they do not fit.
 
         Args:
             has_state: whether to load the optimizer's state, too; it must be of the same optimizer.

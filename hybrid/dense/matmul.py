@@ -50,8 +50,8 @@ class Linear(nn.Linear):
 def prefers_onednn() -> bool:
     """Return whether oneDNN multiplies float32 matrices faster than MKL on this machine.
 
-    It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The result depends on the processor
-    alone, so a resumed run is bit-identical to an uninterrupted run.
+    It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The result depends only on processor
+    and torch, not on measured times, so a resumed run is bit-identical to an uninterrupted run.
     """
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False

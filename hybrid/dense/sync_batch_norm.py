@@ -101,8 +101,8 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
         group: all trainers.
 
     Returns:
-        A warning with the names of layers that still normalize by a part of the batch, else None. Trainers
-        with separate nets (``dense.ddp = "none"``) are no reason for a warning.
+        A warning that names the layers that still normalize by less than the global batch; None if there are
+        none. If trainers have separate nets (``dense.ddp = "none"``), a slice counts as the global batch.
     """
     dense, parts = config.dense, config.train.micro_batches
     is_alone = group.size() == 1 or dense.ddp == "none"
@@ -128,7 +128,7 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Let batch normalizations in the block use only this trainer's samples, and update no statistics."""
+    """Let each :class:`SyncBatchNorm` use only local samples in the block, and keep running statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield

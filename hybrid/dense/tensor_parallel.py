@@ -72,14 +72,14 @@ _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
     """Return the mesh "data" x "tensor" of all trainers; the first tensor group has the ranks 0 to P - 1.
 
-    All trainers must call this. The first call creates process groups; later calls return the same mesh.
+    All trainers must call this. The first call creates process groups; equal calls return the same mesh.
 
     Args:
         tensor_size: P, the number of trainers in a tensor group.
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: the number of trainers is not a multiple of P.
+        ValueError: P is below 1, or the number of trainers is not a multiple of P.
     """
     trainers = dist.get_world_size()
     if tensor_size < 1 or trainers % tensor_size:
@@ -97,7 +97,7 @@ def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: 
 
 
 def sync_gradient(grad: Tensor) -> Tensor:
-    """Wait for the collective of a gradient; return it as a plain tensor."""
+    """Wait for the collective operation that computes a gradient; return the gradient as a plain tensor."""
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
 
 
@@ -124,7 +124,7 @@ def unflatten_tensor(shard: Tensor, layout: Layout) -> DTensor:
 
 
 def full_tensor(shard: Tensor, layout: Layout) -> Tensor:
-    """Return the full tensor of a shard; all ranks of the mesh must call it."""
+    """Return the full tensor of a shard; all ranks of the mesh must call this together."""
     return _dtensor(shard.detach(), layout).full_tensor()
 
 

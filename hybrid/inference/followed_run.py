@@ -46,8 +46,8 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
         trust_code: whether user code of the run may be executed if you have not signed it.
 
     Raises:
-        CheckpointError: a checkpoint or delta is damaged.
-        ConfigError: the run names code that may not be executed.
+        CheckpointError, DataError: a checkpoint or delta is damaged, or of another version.
+        ConfigError: the run names code that may not be executed, or that fails.
         StorageError: the store refuses a request.
     """
     for model, _ in follow_changes(parse_path(run), trust_code=trust_code):

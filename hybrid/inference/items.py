@@ -42,7 +42,7 @@ class Items:
 
     @cached_property
     def names(self) -> pa.LargeStringArray:
-        """The value of each item in the input; ConfigError if the model has only hashes of the values."""
+        """The value of each item in the input; ConfigError if the model does not store these values."""
         encoding = self._encoder.sparse[self._ranking.feature]
         if encoding.values is None:
             rule = (
@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Return ``predictions`` whose output is the number of items that score above the sample's item."""
+        """Return ``predictions`` with the rank of a sample's item as output (:meth:`ItemRanking.ranks`)."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
@@ -63,7 +63,7 @@ class Items:
             outputs_BO: outputs of the model, whose first half is the user vector.
 
         Raises:
-            ConfigError: ``k`` is not in 1 to the number of items, or the model has only hashes of items.
+            ConfigError: ``k`` is below 1 or above the number of items, or the model does not store names.
         """
         if not 1 <= k <= len(self.names):
             raise ConfigError(self._key, f"must be at least 1 and at most the {len(self.names):,} items", k)
@@ -77,7 +77,7 @@ class Items:
         return dict(zip(SEARCHED, lists, strict=True))
 
     def write(self, folder: Path) -> list[str]:
-        """Write names and vectors as Parquet; return [file name]. ConfigError if items have only hashes."""
+        """Write names and vectors as Parquet; return [file name]. ConfigError if names are not stored."""
         values = pa.array(self.vectors_ID.float().flatten().numpy())
         vectors = pa.FixedSizeListArray.from_arrays(values, self.vectors_ID.shape[1])
         pq.write_table(pa.table({"item": self.names, "vector": vectors}), folder / ITEMS_FILE)

@@ -131,7 +131,10 @@ class PreparedRows:
 
 @dataclass
 class SourceRows:
-    """Rows of files in the format of the training files; ConfigError if ``text`` replaces a Parquet file."""
+    """Rows of files in the format of the training files.
+
+    ConfigError if ``text`` replaces a Parquet file. ConfigError or DataError if a side table is invalid.
+    """
 
     trained: TrainedRun
     files: Sequence[StoragePath]

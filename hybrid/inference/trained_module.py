@@ -68,8 +68,8 @@ def load(
         each growing table.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, or of another module.
-        ConfigError: the run names code that may not be executed.
+        CheckpointError, DataError: there is no checkpoint, or it is damaged, or of another module or version.
+        ConfigError: the run names code that may not be executed, or that fails.
         StorageError: the store refuses a request.
     """
     if module is None:

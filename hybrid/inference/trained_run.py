@@ -51,8 +51,8 @@ class TrainedRun:
             uses_data: whether the caller will read the data of the run, whose paths must be signed, too.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged, or has no encoder.
-            ConfigError: the user has not signed the code or the data of the run.
+            CheckpointError, DataError: there is no checkpoint, or it is damaged, or has no valid encoder.
+            ConfigError: the user has not signed the code or the data of the run, or a key is invalid.
         """
         stored = Checkpoint.best_valid(folder, warn)
         files_folder = stored.files_folder
@@ -83,7 +83,8 @@ class TrainedRun:
         """Build the dense net, and the remote net if there is one, with trained parameters.
 
         Raises:
-            CheckpointError: a custom loop wrote the checkpoint, or its files are of other nets.
+            CheckpointError: a custom loop wrote the checkpoint, or its files are damaged or of other nets.
+            ConfigError: a custom net cannot be built.
         """
         if CUSTOM_LOOP in self.stored.manifest.progress:
             rule = "add --module FILE.py:FUNCTION, which makes its module, or use hybrid.load(FOLDER, MODULE)"

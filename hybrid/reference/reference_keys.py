@@ -43,7 +43,7 @@ class ReferenceKeys:
             self._next_row += len(keys)
 
     def count(self, keys: Sequence[int], step: int) -> list[int]:
-        """Add 1 to the count of each of the distinct keys that a step has read; return keys with new rows."""
+        """Count the reads of a step, which has read the distinct ``keys``; return the keys that get a row."""
         step += self.steps_before
         for key in keys:
             self.seen[key] = min(self._count(key, step) + 1, _MAX_COUNT), step
@@ -63,7 +63,7 @@ class ReferenceKeys:
         return admitted
 
     def sweep(self, step: int) -> None:
-        """Remove unread keys, and rows above the limit, from a few buckets, which take turns by step."""
+        """Remove unread keys, and rows above the limit, from the few buckets whose turn is at ``step``."""
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return

@@ -147,7 +147,6 @@ def _column(values: Tensor, t: int) -> Tensor:
 
 
 def _weights(batch: Batch, t: int) -> Tensor:
-    """Return the weights of the samples for task ``t``, in float64."""
     if batch.weights is None or not len(batch.labels):
         return torch.ones(len(batch.labels), dtype=torch.float64)
     return _column(batch.weights, t).double()

@@ -108,7 +108,7 @@ class Reference:
         """Take one optimizer step of all trainers; return the loss before this step.
 
         Args:
-            slices: the batch of each trainer; some may be empty.
+            slices: each trainer's slice of the batch; some may be empty.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and ``train.non_finite`` is stop.
@@ -134,7 +134,7 @@ class Reference:
 
     @torch.no_grad()
     def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
-        """Return the present outputs of a trainer's net for ``batch``: (B, O), or (B,) for one output."""
+        """Return the current outputs of a trainer's net for ``batch``: (B, O), or (B,) for one output."""
         self._dense.eval()
         (outputs_BO,) = self._forward([self.nets[trainer]], [batch], self._copy_rows([batch]))
         return outputs_BO.squeeze(1)
@@ -146,7 +146,7 @@ class Reference:
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of each parameter of a net, by parameter name; {} before a step."""
+        """Return the optimizer state of each parameter of a net, by name; states are {} before a step."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
     def _row_dtype(self, table: TableSpec) -> torch.dtype:
@@ -308,7 +308,6 @@ def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]
 def _dense_optimizer(
     nets: Sequence[nn.Module], remote_net: nn.Module | None, config: RunConfig
 ) -> torch.optim.Optimizer:
-    """Return an optimizer for all nets, with a parameter group for each parameter."""
     dense, groups = config.dense, list(config.dense_groups.values())
     prefixed = [("", net) for net in nets] + ([] if remote_net is None else [("remote.", remote_net)])
     group_of: dict[nn.Parameter, dict[str, Any]] = {}
