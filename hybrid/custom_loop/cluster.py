@@ -174,6 +174,7 @@ class Cluster:
 
         Raises:
             CheckpointError: the checkpoint at the end of a stream cannot be written.
+            ConfigError: a later file of a stream lacks a column.
             DataError: a batch is invalid, or differs between trainers; or the samples of a group are not
                 adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;

@@ -370,7 +370,6 @@ def _concatenate(_: str, *chunks: Any) -> Any:
 
 
 def _columns(batch: Any) -> list[tuple[str, Any]]:
-    """Return the path and the value of each column of a batch; see :func:`_map_columns`."""
     columns: list[tuple[str, Any]] = []
     _map_columns(lambda path, column: columns.append((path, column)), batch)
     return columns

@@ -39,7 +39,7 @@ class StreamData(EncodedData):
 
     Raises:
         ConfigError: see :meth:`Cluster.stream`; or ``hybrid compare`` cannot read the rows twice.
-        DataError: the first unit is missing, or cannot be read; methods raise it for later units.
+        DataError: the first unit is missing, or cannot be read. Methods raise both errors for later units.
     """
 
     def __init__(self, backend: Backend, report: Callable[[str], object]) -> None:
@@ -117,7 +117,7 @@ class StreamData(EncodedData):
             self._end_unit()
 
     def end(self) -> None:
-        """End the last unit; warn about rows that are too few for a step.
+        """End the last unit; warn about rows of a topic that are too few for a step.
 
         Raises:
             DataError: ``data.stream`` names a later unit, a file has changed, or too many rows are invalid.
@@ -156,7 +156,7 @@ class StreamData(EncodedData):
 
         Raises:
             CheckpointError: the checkpoint has no position in a stream, or other columns.
-            DataError: a file of the unit has changed since the checkpoint.
+            DataError: a file of the unit has changed since the checkpoint, or the source cannot be read.
         """
         self._cursor.restore(stored)
         encoder = FeatureEncoder.load(stored.files_folder)

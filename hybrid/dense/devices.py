@@ -57,8 +57,8 @@ def device_id(device: torch.device) -> str:
 def choose_backend(devices: Sequence[str]) -> str:
     """Return the backend of the trainers' process group, such as "gloo" or "cpu:gloo,cuda:nccl".
 
-    If each trainer has its own GPU, NCCL reduces tensors on GPUs: gradients and parameters of the dense net.
-    Gloo reduces tensors on CPUs. If trainers share a GPU, or a trainer uses a CPU, Gloo reduces all tensors.
+    If each trainer has its own GPU, torch's backend for it (NCCL for CUDA) reduces tensors on GPUs, such as
+    gradients of the dense net, and Gloo reduces tensors on CPUs. Otherwise, Gloo reduces all tensors.
 
     Args:
         devices: the :func:`device_id` of each trainer's first device.

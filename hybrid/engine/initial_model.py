@@ -213,7 +213,7 @@ _NEW_NETS = "to start with new dense nets, set tables.NAME.initial instead of tr
 
 
 def describe_other_net(run: str, reason: str) -> ConfigError:
-    """Return the error for a run whose dense nets do not fit this run; ``reason`` tells the difference."""
+    """Return the error for a run whose dense nets do not fit this run; ``reason`` names the difference."""
     rule = f"has another dense net: {reason}; keep [dense], its columns and tasks; {_NEW_NETS}"
     return ConfigError(MODEL_KEY, rule, run)
 
@@ -223,7 +223,7 @@ def _remedy(table: TableSpec) -> str:
 
 
 def _describe(encoding: SparseEncoding) -> str:
-    """Return the part of an encoding that two columns must share, so that their rows are comparable."""
+    """Return a text about an encoding; it is equal for columns whose values can have the same rows."""
     kinds = {
         "build": "values",
         "hash": f"hashes into {encoding.num_rows:,} rows",

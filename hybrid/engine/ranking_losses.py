@@ -118,7 +118,6 @@ class _OrderedSamples(NamedTuple):
         )
 
     def sums(self, values: Tensor, index: Tensor) -> Tensor:
-        """Return the sum of ``values`` in each group, (G,); ``index`` has the group of each value."""
         return values.new_zeros(len(self.sizes_G)).index_add(0, index, values)
 
     def spread(self, values_G: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,8 @@ class StepEngine(Generic[AnySamples]):
         feed: the micro-batches of each step, and the number of steps taken.
 
     Raises:
-        ClusterError, ConfigError: trainers cannot share memory, or ``dense.ddp`` does not fit the model.
+        ClusterError: shared memory cannot be set up, or a trainer does not connect to it in time.
+        ConfigError: ``dense.ddp`` does not fit the model.
     """
 
     def __init__(

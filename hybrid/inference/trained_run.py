@@ -67,7 +67,7 @@ class TrainedRun:
 
     @property
     def origin(self) -> str:
-        """The folder of the checkpoint, and whether it is the best or the last one of the run."""
+        """The folder of the checkpoint, and for a run, whether it is the best or the last checkpoint."""
         stored = self.stored
         return f"{stored.folder}, {stored.rank_text}" if stored.rank_text else str(stored.folder)
 
