@@ -62,7 +62,7 @@ class Cluster:
     """The trainers and workers of a custom training loop, from :func:`connect`.
 
     Attributes:
-        rank: index of this trainer, from 0. Trainer 0 prints and writes files.
+        rank: index of this trainer, from 0. Trainer 0 prints and logs.
         world_size: number of trainers.
     """
 
@@ -114,7 +114,7 @@ class Cluster:
         """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
         All trainers call it together, before :meth:`resume`. It waits for the first rows, and fits the
-        encoding of columns on a sample of them. Each batch has ``train.batch_size`` samples.
+        encoding of columns on a sample. Batches have ``train.batch_size`` samples, fewer where a file ends.
 
         Raises:
             ConfigError: the configuration has no stream, a column is missing, or two columns have one name.
@@ -250,7 +250,8 @@ class Cluster:
             ConfigError: there are weights, and ``train.micro_batches`` is not 1.
             DataError: there is not one value, or valid weight, per sample.
             NonFiniteError: the loss is not finite (``train.non_finite``).
-            RuntimeError: there is no new batch, or the loss does not depend on every trained parameter.
+            RuntimeError: there is no new batch, or the loss does not depend on the module; on a cluster, also
+                if the loss does not depend on each trained parameter.
         """
         self._require_loop().backward([(values, weights), *more])
 
@@ -590,7 +591,7 @@ class Distributed(nn.Module):
         self._loop = loop
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Call the module. While gradients are enabled, the call goes through DDP."""
+        """Call the module; on a cluster, through DDP while gradients are enabled."""
         inputs = args[0] if len(args) == 1 and not keywords else None
         module = self._loop.module_to_call(inputs) if torch.is_grad_enabled() else self.module
         return module(*args, **keywords)

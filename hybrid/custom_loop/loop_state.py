@@ -243,7 +243,6 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
 
 
 def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProgress]:
-    """Return type and state of each object, and the progress; CheckpointError if invalid."""
     fields = stored.manifest.progress
     try:
         states = [_decode(code) for code in fields.get(_OBJECTS, ())]

@@ -320,7 +320,7 @@ class TrainingLoop:
                 self.advance(step_states.LEAVE_PASS)
 
     def flush(self) -> None:
-        """Wait until the workers have all gradients; RuntimeError if a step has begun and is not complete."""
+        """Wait until the workers have all gradients; RuntimeError if a step with gradients is incomplete."""
         step_states.FLUSH.state_after(self._state, self.step)
         self._engine.feed.flush()
 

@@ -61,7 +61,7 @@ class HostedNet(HostedModule):
         return output
 
     def load(self, folder: StoragePath, step: int, has_state: bool = True) -> None:
-        """Load net and optimizer, and continue after ``step`` steps; CheckpointError if they do not fit.
+        """Load net and optimizer, and go on after ``step`` steps; CheckpointError if the file does not fit.
 
         Args:
             has_state: whether to load the optimizer's state, too; it must be of the same optimizer.

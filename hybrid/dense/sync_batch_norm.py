@@ -128,7 +128,7 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Let each :class:`SyncBatchNorm` use only local samples in the block, and keep running statistics."""
+    """Let each :class:`SyncBatchNorm` in the block use local samples, and update no running statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield

@@ -280,7 +280,7 @@ class DdpModel:
             gradients: gradient of each leaf of the graph; only parameters of the net are used.
 
         Raises:
-            RuntimeError: at the end of a step, a parameter has no gradient, or no sum over trainers.
+            RuntimeError: at the end of a step, a parameter under DDP lacks a gradient or a sum over trainers.
         """
         self.gradients.clear()
         reduced: dict[Tensor, Tensor] = {}
@@ -315,7 +315,7 @@ class DdpModel:
             self._accumulated.clear()
 
     def gradient_not_finite(self) -> str | None:
-        """Return the name of the last parameter with a non-finite gradient; None if there is none."""
+        """Return the name of the last parameter whose gradient of the step is not finite; None if all are."""
         names = [n for n, p in self.net.named_parameters() if p in self.gradients]
         bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
         return bad[-1] if bad else None

@@ -38,7 +38,7 @@ class CustomModule(TrainedModule):
         in_memory: whether tables are parameters in memory; otherwise rows are read from the files.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function, or its file cannot be imported.
         CheckpointError: the checkpoint is of another module.
         HybridError: the file of the function calls ``hybrid.connect()``.
     """

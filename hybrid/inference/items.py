@@ -77,7 +77,7 @@ class Items:
         return dict(zip(SEARCHED, lists, strict=True))
 
     def write(self, folder: Path) -> list[str]:
-        """Write names and vectors as Parquet; return [file name]. ConfigError if names are not stored."""
+        """Write names and vectors as Parquet; return [its file name]. ConfigError if names are not stored."""
         values = pa.array(self.vectors_ID.float().flatten().numpy())
         vectors = pa.FixedSizeListArray.from_arrays(values, self.vectors_ID.shape[1])
         pq.write_table(pa.table({"item": self.names, "vector": vectors}), folder / ITEMS_FILE)

@@ -139,7 +139,7 @@ def _has_zeros(table: TableSpec) -> bool:
 
 
 def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
-    """Return the initial rows of keys, equal to those on workers, by operators that torch can export."""
+    """Return the random initial rows of keys, as on workers, by operators that torch can export."""
     counter_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim)
     hashes_UD = hash_ids((counter_UD + _signed(random_salt(seed, table.name))) * _STEP)
     values_UD = _shift(hashes_UD, 40).to(torch.float32) * 2**-24

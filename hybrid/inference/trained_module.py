@@ -241,7 +241,7 @@ class TrainedModule(nn.Module):
 
         Raises:
             ConfigError: a column of the model is missing.
-            DataError: a value is invalid; the message names it and its row.
+            DataError: a value is invalid, and the message names it and its row; or columns differ in length.
         """
         features = features_of(table_batch(self.trained, columns), self.trained.encoder.input_spec)
         tensors: dict[str, Tensor] = {}
