@@ -339,7 +339,7 @@ class Cluster:
         evaluation, at long waits for a stream, and at the end of a stream or of :meth:`epochs` (but not after
         ``break``). A failed write causes a warning; at the end, it is an error. The last
         ``checkpoint.keep_last`` checkpoints are kept. :meth:`batches` skips the batches before the
-        checkpoint, so a restarted script and an undisturbed run have bit-identical results. ``hybrid run``
+        checkpoint, so restarted and uninterrupted scripts have bit-identical results. ``hybrid run``
         restarts the script if a role is lost. Under ``hybrid compare``, the call has no effect.
 
         Args:

@@ -31,7 +31,7 @@ class Samples(Protocol):
 
     @property
     def checksum(self) -> int:
-        """Checksum of the global batch; 0 if this trainer reads only its slice."""
+        """Checksum of the global batch, which workers compare among trainers; 0 for no comparison."""
 
     @property
     def sparse_features(self) -> Any:
