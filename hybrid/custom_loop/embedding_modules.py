@@ -4,7 +4,7 @@ The workers hold and update the rows, so rows are no parameters of the module. D
 call its tables.
 
 Each table has an optimizer from a function below, which raises ValueError for an argument out of range, such
-as ``eps=0``. Arguments are named as in ``torch.optim``, which has more, and where ``Momentum`` is ``SGD``.
+as ``eps=0``. Arguments that ``torch.optim`` also has are named as there, where ``Momentum`` is ``SGD``.
 With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step
 updates only the rows that its batch reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
