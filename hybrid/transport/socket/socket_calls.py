@@ -35,10 +35,11 @@ _LOG = logging.getLogger(__name__)
 class Reply:
     """The response to a call by socket, which may not have arrived yet."""
 
-    __slots__ = ("_callbacks", "_client", "_error", "_tensors", "is_done")
+    __slots__ = ("_callbacks", "_client", "_completing", "_error", "_tensors", "is_done")
 
     def __init__(self, client: "SocketClient") -> None:
         self._client = client
+        self._completing = threading.Lock()
         self._callbacks: list[Callable[[Any], None]] = []
         self._tensors: Sequence[Tensor] = ()
         self._error: str | None = None
@@ -60,18 +61,20 @@ class Reply:
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` with this reply once the reply is complete, or at once if it already is."""
-        if self.is_done:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
+        with self._completing:
+            if not self.is_done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def complete(self, tensors: Sequence[Tensor], error: str | None = None) -> None:
         """Complete the reply with tensors, or with the text of an error; later calls have no effect."""
-        if self.is_done:
-            return
-        self._tensors = tensors
-        self._error = error
-        self.is_done = True
+        with self._completing:
+            if self.is_done:
+                return
+            self._tensors = tensors
+            self._error = error
+            self.is_done = True
         callbacks = self._callbacks
         self._callbacks = []
         for callback in callbacks:

@@ -25,7 +25,7 @@ from hybrid.primitives.pending_result import PendingResult
 from hybrid.transport.pending_calls import LostError, PendingTensors
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
 from hybrid.transport.socket.handshake import Connection
-from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
+from hybrid.transport.socket.socket_calls import Reply, SocketClient, SocketServer
 
 SECONDS = 10.0
 LARGE = 1 << 20  # values: more bytes than a connection holds
@@ -123,6 +123,22 @@ def test_responses_arrive_in_any_order(client: SocketClient) -> None:
     first.add_done_callback(completed.append)
     assert completed == [first, first]
     assert first.wait()[0].tolist() == [1, 1]
+
+
+def test_a_callback_added_while_the_reply_completes_is_called(client: SocketClient) -> None:
+    class Racing(Reply):
+        """Another thread completes the reply as soon as this thread has read ``is_done``."""
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "is_done" and threading.current_thread() is threading.main_thread():
+                futures.wait([pool.submit(self.complete, ())], timeout=0.05)
+            return value
+
+    completed: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        Racing(client).add_done_callback(completed.append)
+    assert len(completed) == 1
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
