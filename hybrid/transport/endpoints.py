@@ -124,10 +124,9 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
     try:
         if "._" in f".{method}":
             raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-        result = attrgetter(method)(running.objects[number])(*args)
-        if method == "close":
-            del running.objects[number]
-        return result
+        objects = running.objects
+        owner = objects.pop(number) if method == "close" else objects[number]
+        return attrgetter(method)(owner)(*args)
     except Exception as error:  # returned as a value
         return make_failure(error)
 

@@ -45,6 +45,9 @@ class Service:
     def hang(self) -> None:
         assert release.wait(30.0)
 
+    def close(self) -> None:
+        raise ConfigError("dense.net", "does not close", "mlp")
+
 
 @pytest.fixture
 def service() -> transport.Remote[Service]:
@@ -81,6 +84,13 @@ class Choosy(nn.Module):
         if name == "mlp":
             raise ConfigError("dense.net", "is not to my taste", name)
         {"dlrm": built}[name].set()
+
+
+def test_an_object_whose_close_fails_is_released(service: transport.Remote[Service]) -> None:
+    with pytest.raises(transport.RemoteError, match="does not close"):
+        service.call(Service.close).wait()
+    with pytest.raises(transport.RemoteError, match="KeyError"):
+        service.call(Service.double, 21).wait()
 
 
 def test_create_module_returns_after_construction() -> None:
