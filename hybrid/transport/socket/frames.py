@@ -77,14 +77,18 @@ class Frames:
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Return the frame of a message, valid until the next call; ClusterError for a tensor on a GPU."""
+        """Return the frame of a message, valid until the next call.
+
+        Raises:
+            ClusterError: a tensor is on a GPU, or its dtype is not in ``DTYPES``.
+        """
         tensors = message.tensors
         memory = self._memory
         if not all(each.is_cpu for each in tensors):
             raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
+        layout = layout_of(tensors)
         block = None if memory is None else memory.writer.write(tensors)
         released = [] if memory is None else memory.reader.take_released()
-        layout = layout_of(tensors)
         content = (message.kind.value, message.number, message.value, layout, block, released)
         head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         segments: list[bytes | memoryview] = [head]
