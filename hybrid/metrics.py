@@ -159,11 +159,6 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
                 _load_metric(name, metric)
 
 
-def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
-    """Return the main metric of a task (:attr:`TaskSection.main_metric`); NaN without samples."""
-    return _common_metrics(task, outputs_N, labels_N)[task.main_metric] if len(labels_N) else float("nan")
-
-
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
     """Return float64 probabilities, (N, C) for C classes; scores for retrieval; numbers for regression."""
     if task.kind == "binary":
@@ -176,7 +171,7 @@ def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
 
 
 def _common_metrics(
-    task: TaskSection, outputs_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None
+    task: TaskSection, outputs_N: Tensor, labels_N: Tensor, weights_N: Tensor | None
 ) -> dict[str, float]:
     """Compute the metrics that every task of a kind has."""
     if task.kind == "binary":
