@@ -239,7 +239,8 @@ class ProgressiveMetrics:
         has_label_N = ~labels_N.isnan()
         logits_N, labels_N = logits_N[has_label_N].double(), labels_N[has_label_N].double()
         ranges_N = (logits_N * self._PER_UNIT).floor() + self._RANGES // 2
-        cells_N = ranges_N.clamp(0, self._RANGES - 1).long() + self._RANGES * labels_N.long()
+        ranges_N = ranges_N.nan_to_num().clamp(0, self._RANGES - 1)
+        cells_N = ranges_N.long() + self._RANGES * labels_N.long()
         self.counts += torch.bincount(cells_N, minlength=2 * self._RANGES).view(2, -1)
         log_losses_N = F.softplus(logits_N) - labels_N * logits_N
         self.sums += torch.stack([each.sum() for each in (log_losses_N, logits_N.sigmoid(), labels_N)])
@@ -251,8 +252,9 @@ class ProgressiveMetrics:
         pairs = negatives_R.sum() * positives_R.sum()
         num_samples = float(self.counts.sum())
         log_loss, probability, positives = self.sums.tolist()
+        is_defined = pairs and not np.isnan(probability)  # NaN if a logit is NaN
         return {
-            "auc": ((positives_R * below_R).sum() / pairs).item() if pairs else float("nan"),
+            "auc": ((positives_R * below_R).sum() / pairs).item() if is_defined else float("nan"),
             "log_loss": log_loss / num_samples if num_samples else float("nan"),
             "calibration": probability / positives if positives else float("nan"),
             "num_samples": num_samples,

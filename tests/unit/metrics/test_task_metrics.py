@@ -14,6 +14,7 @@ from hybrid.config import RunConfig, TaskSection
 from hybrid.errors import ConfigError
 from hybrid.metrics import (
     Predictions,
+    ProgressiveMetrics,
     Ranking,
     binary_metrics,
     compute_predictions,
@@ -107,11 +108,17 @@ def test_single_class_has_no_auc(label: float) -> None:
     assert undefined == {"auc", "normalized_entropy"} | ({"calibration"} if label == 0 else set())
 
 
-def test_nan_outputs_give_nan_metrics() -> None:
+@pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
+def test_nan_outputs_give_nan_metrics(logit: float) -> None:
     outputs = NUMBERS.clone()
-    outputs[5] = math.nan
+    outputs[5] = logit
     found = task_metrics("click", TaskSection(metrics=("gauc", "mrr")), outputs, CLICKS, ONE_GROUP)
-    assert all(math.isnan(found[name]) for name in ("auc", "log_loss", "gauc", "mrr"))
+    assert all(math.isnan(found[name]) == math.isnan(logit) for name in ("auc", "gauc", "mrr"))
+    assert math.isnan(found["log_loss"])
+    window = ProgressiveMetrics()
+    window.add(outputs, CLICKS)
+    expected = {name: found[name] for name in ("auc", "log_loss", "calibration", "num_samples")}
+    assert window.metrics() == pytest.approx(expected, rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize(
