@@ -57,14 +57,14 @@ class Moments(NamedTuple):
     ) -> Moments:
         """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
 
-        The new range covers both ranges. A column without numbers keeps the earlier scaling. A column that
-        was missing or constant in the earlier scaling takes the moments of ``self``.
+        The new range covers both ranges. A column without numbers keeps the earlier scaling. Any other column
+        that was missing or constant in the earlier scaling takes the moments of ``self``.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
         )
         is_range_F = np.array([column.scaling.name == "min_max" for column in columns], np.bool_)
-        # The inverse of encodings(), in which the scale of a constant column says nothing.
+        # The inverse of encodings(), in which a constant column has a scale of its own.
         varies_F = np.where(is_range_F, missing_F > 0, scale_F != np.maximum(np.abs(shift_F), 1.0))
         count_F = np.where(self.count_F > 0, varies_F * self.count_F * (1 - weight) / weight, 1.0)
         deviation_F = np.where(varies_F, scale_F, 0.0)
@@ -96,7 +96,9 @@ class Moments(NamedTuple):
         deviation_F = np.sqrt(self.squares_F / np.maximum(self.count_F, 1))
         size_F = np.abs(self.mean_F)
         constant_F = deviation_F <= 1e-12 * size_F
-        deviation_F[constant_F] = np.maximum(size_F[constant_F], 1.0)
+        scale_F = np.maximum(size_F, 1.0)  # of constant columns only: average_with() recognizes them by it
+        deviation_F[deviation_F == scale_F] *= 1 + np.finfo(np.float64).eps
+        deviation_F[constant_F] = scale_F[constant_F]
         encodings = []
         values = (each.tolist() for each in (self.mean_F, deviation_F, self.lowest_F, self.highest_F))
         for column, mean, deviation, lowest, highest in zip(columns, *values, strict=True):

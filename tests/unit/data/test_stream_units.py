@@ -232,6 +232,7 @@ def scalings(config: RunConfig, before: FeatureEncoder | None = None) -> list[di
 
 NUMBERS: dict[str, list[list[float | None]]] = {  # by day
     "drifts": [[0, 2, 4, None], [10, 30], [None, 90, 91, 95]],
+    "deviates by 1": [[-1, 1, -1, 1], [8, 10], [0, 2, 0, 2]],
     "absent": [[None] * 4, [5, 7], [None] * 4],
     "constant": [[3] * 4, [8, 10], [8] * 4],
     "range": [[0, 1, 2, None], [-2, 2], [1, 1, 2, 4]],
@@ -280,6 +281,8 @@ def test_scaling_follows_the_units(tmp_path: Path) -> None:
     for day, scaling in enumerate(found):
         mean, deviation = mixture(0.25, *NUMBERS["drifts"][: day + 1])
         assert scaling["drifts"] == pytest.approx((mean, deviation, 0))
+        expected = mixture(0.25, *NUMBERS["deviates by 1"][: day + 1])
+        assert scaling["deviates by 1"] == pytest.approx((*expected, 0))
         assert (scaling["given"], scaling["none"]) == ((3, 7, 0), (0, 1, 0))
     assert [each["absent"] for each in found] == [(0, 1, 0), pytest.approx((6, 1, 0)), second["absent"]]
     assert first["constant"][0] == 3
