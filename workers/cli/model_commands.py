@@ -201,23 +201,19 @@ def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
     The file appears at the end of the block. Rows for :data:`STDOUT` are not buffered; if the reader has
     closed the pipe, the process exits.
     """
-    try:
-        if output == STDOUT:
-            # sys.stdout would ignore errors at the end of the process.
-            with open(1, "wb", closefd=False) as file:
-                yield _csv_writer(file, "\n", file.flush)
-            return
-        with ExitStack() as stack:
-            writer = stack.enter_context(storage.open_writer(output))
-            is_parquet = output.suffix == ".parquet"
-            yield _parquet_writer(writer, stack, output) if is_parquet else _csv_writer(writer)
-    except HybridError:  # such as an error of the store that has the input
-        raise
-    except OSError as error:
-        if output == STDOUT and isinstance(error, BrokenPipeError):
-            sys.exit(ExitCode.FAILED)
-        name = "standard output" if output == STDOUT else output
-        raise HybridError(f"{name}: cannot be written: {error.strerror or error}") from error
+    if output == STDOUT:
+        with run_write_errors(Path("standard output"), OTHER_OUTPUT):
+            try:
+                # sys.stdout would ignore errors at the end of the process.
+                with open(1, "wb", closefd=False) as file:
+                    yield _csv_writer(file, "\n", file.flush)
+            except BrokenPipeError:
+                sys.exit(ExitCode.FAILED)
+        return
+    with run_write_errors(output, OTHER_OUTPUT), ExitStack() as stack:
+        writer = stack.enter_context(storage.open_writer(output))
+        is_parquet = output.suffix == ".parquet"
+        yield _parquet_writer(writer, stack, output) if is_parquet else _csv_writer(writer)
 
 
 def _csv_writer(

@@ -260,7 +260,7 @@ def test_a_full_device_is_reported_in_one_line(run: Path, tmp_path: Path) -> Non
     with (
         standard_input(write_clicks(tmp_path / "new.csv", 9)),
         redirected(1, full),
-        pytest.raises(HybridError, match=r"^standard output: .*No space"),
+        pytest.raises(HybridError, match=r"^standard output: .*No space.* choose another --output$"),
     ):
         predict(run, ["-"], STDOUT)
     os.close(full)
