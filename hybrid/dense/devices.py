@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hybrid.config import DenseSection
+from hybrid.config import DenseSection, RunConfig
 from hybrid.errors import ConfigError
 
 
@@ -20,7 +20,8 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     Raises:
         ConfigError: this machine does not have the device.
     """
-    gpus = _gpus()
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    gpus = [] if gpu is None else [torch.device(gpu.type, i) for i in range(torch.accelerator.device_count())]
     if section.devices:
         return [_find(setting, gpus) for setting in section.devices]
     if section.device == "auto" and not gpus:
@@ -37,11 +38,6 @@ def _find(setting: str, gpus: Sequence[torch.device]) -> torch.device:
         seen = "" if gpus else "; PyTorch sees no GPU (its CPU build never does)"
         raise ConfigError("dense.device", f"must be {' or '.join(devices)} on this machine{seen}", setting)
     return devices[setting]
-
-
-def _gpus() -> list[torch.device]:
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    return [] if gpu is None else [torch.device(gpu.type, i) for i in range(torch.accelerator.device_count())]
 
 
 def device_id(device: torch.device) -> str:
@@ -69,12 +65,12 @@ def choose_backend(devices: Sequence[str]) -> str:
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
-def describe_device(device: torch.device, num_trainers: int) -> str:
+def describe_device(device: torch.device, config: RunConfig) -> str:
     """Return text for a log, such as " on cuda:0 (NVIDIA H200), gradients summed by NCCL"; "" for a CPU."""
     if device.type == "cpu":
         return ""
     name = f" on {device} ({torch.get_device_module(device).get_device_name(device)})"
-    if num_trainers == 1:
+    if config.cluster.trainers == 1 or config.dense.ddp == "none":
         return name
     backend = "NCCL" if device.type == "cuda" else dist.get_default_backend_for_device(device)
     shared = "gloo, since not every trainer has its own GPU"

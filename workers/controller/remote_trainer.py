@@ -261,7 +261,7 @@ class Trainer:
 
         The second value is a warning about batch normalization, or None.
         """
-        gpu = describe_device(self._device, self._config.cluster.trainers)
+        gpu = describe_device(self._device, self._config)
         return f"{self._num_parameters:,} parameters{gpu}", self._warning
 
     def flush(self) -> None:

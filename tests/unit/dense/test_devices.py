@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybrid.config import DenseSection
-from hybrid.dense.devices import choose_backend, choose_devices
+from hybrid.config import ClusterSection, DenseSection, RunConfig
+from hybrid.dense.devices import choose_backend, choose_devices, describe_device
 from hybrid.errors import ConfigError
 
 
@@ -68,3 +69,16 @@ def test_invalid_device_raises_an_error(num_gpus: int, setting: str, choices: st
 )
 def test_nccl_needs_one_gpu_per_trainer(devices: list[str], backend: str) -> None:
     assert choose_backend(devices) == backend
+
+
+def test_log_names_the_backend_if_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    for trainers, ddp, text in (
+        (1, "outside", ""),
+        (2, "none", ""),
+        (2, "inside", ", gradients summed by gloo"),
+    ):
+        config = RunConfig(cluster=ClusterSection(trainers=trainers), dense=DenseSection(ddp=ddp))
+        found = describe_device(torch.device("cuda:0"), config)
+        assert found.partition(", since")[0] == f" on cuda:0 (H200){text}"
