@@ -36,7 +36,7 @@ class Service:
     def double(self, number: int) -> int:
         return 2 * number
 
-    def refuse(self) -> None:
+    def close(self) -> None:
         raise ConfigError("dense.net", "is not to my taste", "mlp")
 
     def break_down(self) -> None:
@@ -44,9 +44,6 @@ class Service:
 
     def hang(self) -> None:
         assert release.wait(30.0)
-
-    def close(self) -> None:
-        raise ConfigError("dense.net", "does not close", "mlp")
 
 
 @pytest.fixture
@@ -59,10 +56,12 @@ def test_a_call_returns_its_value(service: transport.Remote[Service]) -> None:
     assert service.call(Service.double, 21).wait() == 42
 
 
-def test_an_error_of_the_user_keeps_its_message(service: transport.Remote[Service]) -> None:
+def test_an_error_keeps_its_message_and_close_releases_the_object(service: transport.Remote[Service]) -> None:
     with pytest.raises(transport.RemoteError, match=r"^dense\.net = 'mlp': ") as caught:
-        service.call(Service.refuse).wait()
+        service.call(Service.close).wait()
     assert caught.value.role == MASTER
+    with pytest.raises(transport.RemoteError, match="KeyError"):
+        service.call(Service.double, 21).wait()
 
 
 def test_any_other_error_names_role_line_and_type(
@@ -84,13 +83,6 @@ class Choosy(nn.Module):
         if name == "mlp":
             raise ConfigError("dense.net", "is not to my taste", name)
         {"dlrm": built}[name].set()
-
-
-def test_an_object_whose_close_fails_is_released(service: transport.Remote[Service]) -> None:
-    with pytest.raises(transport.RemoteError, match="does not close"):
-        service.call(Service.close).wait()
-    with pytest.raises(transport.RemoteError, match="KeyError"):
-        service.call(Service.double, 21).wait()
 
 
 def test_create_module_returns_after_construction() -> None:
