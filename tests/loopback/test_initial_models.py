@@ -35,12 +35,7 @@ pytestmark = pytest.mark.usefixtures("loopback")
 TOPOLOGY = LocalTopology(1, 1)
 
 
-def day(
-    folder: Path,
-    seed: int,
-    initial: Path | None = None,
-    **sections: Mapping[str, object],
-) -> RunConfig:
+def day(folder: Path, seed: int, initial: Path | None = None, **sections: Mapping[str, object]) -> RunConfig:
     """Return the configuration of a run on the log of one day, and with the initial model of a run."""
     clicks = write_clicks(folder / f"day-{seed}.csv", 300, seed)
     # Numbers are not scaled: each day has another scale, so that predictions could not be compared.

@@ -79,8 +79,7 @@ class Frames:
     def seal(self, message: Message) -> memoryview:
         """Return the frame of a message, valid until the next call.
 
-        Raises:
-            ClusterError: a tensor is on a GPU, or its dtype is not in ``DTYPES``.
+        Raise ClusterError if a tensor is on a GPU, or its dtype is not in ``DTYPES``.
         """
         tensors = message.tensors
         memory = self._memory

@@ -32,11 +32,7 @@ def hidden(step: int, trainer: int = 0, size: int = SIZE) -> Tensor:
     return random(size, WIDTH, seed=10 * step + trainer).requires_grad_()
 
 
-def hosting(
-    rules: UpdateRules,
-    net: nn.Module | None = None,
-    optimizer: str = "SGD",
-) -> closing[HostedNet]:
+def hosting(rules: UpdateRules, net: nn.Module | None = None, optimizer: str = "SGD") -> closing[HostedNet]:
     net = net or make_net()
     return closing(HostedNet(net, make_optimizer(net, optimizer, RATE), rules))
 

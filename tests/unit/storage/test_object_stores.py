@@ -293,12 +293,7 @@ STATUS = "google::cloud::Status(%s: Permanent error, with a last message of %s e
         (GOOGLE, STATUS % ("UNKNOWN", "Work() - CURL error [60]=SSL"), "SSL_CERT_FILE", StorageError),
         (AZURE, "Azure Error: [AuthorizationFailure] 403 Server failed", "AZURE_STORAGE_KEY", StorageError),
         (AZURE, "Azure Error: [ServerBusy] 503 The server is busy", "try again later", OutageError),
-        (
-            "abfss://box@me.dfs.core.windows.net",
-            "SSL peer certificate",
-            "SSL_CERT_FILE",
-            StorageError,
-        ),
+        ("abfss://box@me.dfs.core.windows.net", "SSL peer certificate", "SSL_CERT_FILE", StorageError),
     ],
 )
 def test_an_error_names_a_remedy(
