@@ -72,7 +72,7 @@ class SparseFeatures(NamedTuple):
         return bags // self.num_features if self.num_features else 0
 
     def ids(self, feature: int) -> Tensor:
-        """Return ``ids_B`` of the feature with index ``feature``, which has one id per sample."""
+        """Return ``ids_B`` of feature number ``feature``, which must have one id per sample."""
         bags = slice(feature * self.batch_size, (feature + 1) * self.batch_size)
         return self.ids_L[bags] if self.offsets is None else self.ids_L[self.offsets[bags]]
 
@@ -115,7 +115,7 @@ class Batch(NamedTuple):
         local_size: number of samples without padding, if ``BatchLoader`` has read the batch; else 0.
         event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
             ``align_batches`` replaces it by the largest over the slices of all trainers.
-        checksum: 0 for none, because this trainer does not read the whole global batch.
+        checksum: 0, which means none: only custom loops compute checksums of batches.
     """
 
     dense_features: Tensor
@@ -139,8 +139,8 @@ class Batch(NamedTuple):
     def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
         """Return ``keys_B``, int64, a hash of all features of each sample.
 
-        Two samples with different features have the same key with a probability of 2**-64. The order of the
-        ids of a feature has an influence only if the feature is a sequence.
+        Two samples with different features have the same key with a probability of about 2**-64. The order of
+        the ids of a feature changes the key only if the feature is a sequence.
 
         Args:
             sequences: indices of the features that are sequences.
@@ -191,7 +191,7 @@ class Batch(NamedTuple):
 def slice_bounds(
     size: int, index: int, count: int, ends_G: npt.NDArray[np.int64] | None = None
 ) -> tuple[int, int]:
-    """Return start and stop of slice ``index``, if ``size`` items are cut into ``count`` slices.
+    """Return start and stop of slice ``index`` if ``size`` items are cut into ``count`` slices.
 
     The sizes of slices differ by at most one. If ``ends_G`` has the ends of groups (:func:`group_ends`), no
     group is split. Sizes may then differ more, and slices may be empty.
@@ -223,7 +223,7 @@ def by_task(values: Tensor, num_tasks: int) -> Tensor:
 
 
 def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:
-    """Split outputs by task, into ``outputs_B`` or, for C outputs of a task, ``outputs_BC``."""
+    """Return the outputs of each task, ``outputs_B``, or ``outputs_BC`` for a task with C > 1 outputs."""
     if len(num_outputs) == 1:
         return [outputs_BO]
     return [

@@ -2,7 +2,7 @@
 
     HybridError
     ├── ConfigError       a key of the configuration breaks a rule
-    ├── DataError         an input file cannot be used
+    ├── DataError         input data cannot be used
     ├── CheckpointError   a checkpoint is missing, broken, or of another model
     ├── StorageError      a store refuses a request, or the system refuses a path
     │   └── OutageError   a store is down, overloaded, or out of reach
@@ -54,7 +54,7 @@ class ConfigError(HybridError):
 
 
 class DataError(HybridError):
-    """An input file is missing, has the wrong shape, or has too many invalid rows."""
+    """Input data are missing, invalid, or of the wrong shape, or trainers read different batches."""
 
 
 class CheckpointError(HybridError):
@@ -100,13 +100,13 @@ def error_class(name: str) -> type[Exception]:
 def describe_exception(error: Exception) -> str:
     """Return a text with class name and message of an exception, for the caller in another process.
 
-    RPC sends only text, and torch adds text around it. :func:`parse_exception` returns the two parts.
+    RPC sends only text, and torch adds text around it. :func:`parse_exception` returns both parts.
     """
     return f"{_PREFIX}{error_kind(error)}: {error}"
 
 
 def parse_exception(text: str) -> tuple[str, str] | None:
-    """Return class name and message from the last text of :func:`describe_exception` in ``text``, or None."""
+    """Return class name and message of the last exception that ``text`` describes; None if there is none."""
     _, prefix, rest = text.rpartition(_PREFIX)
     kind, _, message = rest.partition(":")
     return (kind, message.removeprefix(" ")) if prefix else None

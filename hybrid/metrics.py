@@ -108,7 +108,7 @@ def task_metrics(
     groups_N: Tensor | None,
     weights_N: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return all metrics of a task by name, computed in float64. Without samples, they are NaN.
+    """Return all metrics of a task by name. Without samples, ``num_samples`` is 0, and the others are NaN.
 
     Args:
         name: the name of the task, for errors.
@@ -118,7 +118,7 @@ def task_metrics(
         weights_N: weights above 0; None for equal weights. Ranking metrics and custom metrics ignore them.
 
     Raises:
-        ConfigError: a custom metric cannot be imported, fails, or returns no number.
+        ConfigError: a custom metric cannot be imported, takes other arguments, fails, or returns no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
@@ -160,7 +160,10 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
 
 
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """Return float64 probabilities, (N, C) for C classes; scores for retrieval; numbers for regression."""
+    """Return float64 probabilities, (N, C) for C classes; for regression, numbers; for retrieval, scores.
+
+    A score is the dot product of the two halves of the outputs, which are vectors of a user and of an item.
+    """
     if task.kind == "binary":
         return probabilities(outputs_N)
     outputs_N = outputs_N.detach().double()
@@ -173,7 +176,6 @@ def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
 def _common_metrics(
     task: TaskSection, outputs_N: Tensor, labels_N: Tensor, weights_N: Tensor | None
 ) -> dict[str, float]:
-    """Compute the metrics that every task of a kind has."""
     if task.kind == "binary":
         return binary_metrics(outputs_N, labels_N, weights_N)._asdict()
     outputs_N, labels_N = outputs_N.detach().double(), labels_N.double()
@@ -379,7 +381,6 @@ def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
 
 
 def _mean_ratio(values_G: Floats, totals_G: Floats) -> float:
-    """Return the mean of ``values_G / totals_G`` over the groups with a total above 0."""
     is_positive_G = totals_G > 0
     return _average(values_G[is_positive_G] / totals_G[is_positive_G], np.ones(int(is_positive_G.sum())))
 

@@ -79,8 +79,8 @@ class Best(NamedTuple):
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
     """Return a new Best if ``metrics``, of ``step``, are better than ``best``, else return ``best``.
 
-    Only ``metric`` counts; without it, ``best`` remains. If ``best`` is None, is NaN, or has another metric,
-    any value is better.
+    The value of ``metric`` is compared; if ``metrics`` lacks it, return ``best``. Any value is better if
+    ``best`` is None, has another metric, or has the value NaN.
     """
     if (value := metrics.get(metric)) is None:  # "none" is no metric
         return best
@@ -142,7 +142,7 @@ class Manifest:
         return None if values is None else Best(*values)
 
     def write(self, folder: StoragePath) -> None:
-        """Write the manifest with its checksum into ``folder``; replace an existing one atomically.
+        """Write the manifest and its checksum into ``folder``; replace an existing manifest atomically.
 
         Raises:
             CheckpointError: the manifest cannot be written, or is larger than :meth:`read` accepts.
@@ -172,6 +172,7 @@ class Manifest:
         """
 
         def check(name: str) -> None:
+            """Compare one file with its checksum, unless this process has verified the file."""
             path, version, sha256 = folder / name, None, self.files[name][1]
             try:
                 if isinstance(path, Path):
@@ -276,7 +277,7 @@ def damage_error(path: StoragePath) -> CheckpointError:
 
 
 def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
-    """Return the path of the first file that is missing or has another size; None if all ``files`` fit."""
+    """Return the path of the first of ``files`` that is missing or has another size, or None."""
     sizes = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
     paths = ((folder / name, size) for name, (size, _) in files.items())
     return next((path for path, size in paths if sizes.get(path) != size), None)
@@ -312,10 +313,10 @@ def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy the vocabulary ``source`` for the checkpoint ``folder``; return its entry for the manifest.
+    """Copy the vocabulary ``source`` for a checkpoint; return the entry for the manifest.
 
-    The checkpoints of a run share one copy, ``name``, in the run folder. For them, the result is empty.
-    CheckpointError if the copy cannot be written.
+    ``folder`` is the folder of the checkpoint's files. All checkpoints of a run share one copy, ``name``, in
+    the run folder, which has no entry. CheckpointError if the copy cannot be written.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -336,7 +337,7 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Return a new folder for the files of checkpoint ``folder``; CheckpointError if ``folder`` exists."""
+    """Return a folder for the files of the new checkpoint ``folder``; CheckpointError if that exists."""
     if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
         raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):
@@ -381,7 +382,7 @@ def discard(partial: StoragePath) -> None:
 
 
 def remove(folder: StoragePath) -> None:
-    """Remove a checkpoint; CheckpointError if this fails. A kill leaves an unfinished checkpoint."""
+    """Remove a checkpoint; CheckpointError if this fails. If killed, leave an unfinished checkpoint."""
     with write_errors(folder):
         if isinstance(folder, RemotePath):
             storage.remove(folder / MANIFEST_FILE)
@@ -393,7 +394,10 @@ def remove(folder: StoragePath) -> None:
 
 
 def remove_after(run: StoragePath, step: int) -> None:
-    """Remove unfinished checkpoints, those after ``step``, and all deltas. CheckpointError if this fails."""
+    """Remove unfinished checkpoints, checkpoints after ``step``, and all deltas.
+
+    Raise CheckpointError or StorageError if this fails.
+    """
     if isinstance(run, Path):
         refuse_link(run / DELTAS_FOLDER)
     with write_errors(run / DELTAS_FOLDER):
@@ -418,7 +422,7 @@ def remove_after(run: StoragePath, step: int) -> None:
 
 
 def prune(run: StoragePath, keep_last: int, best_step: int | None) -> None:
-    """Remove all but the ``keep_last`` newest checkpoints and the best one; CheckpointError if this fails."""
+    """Remove all but the ``keep_last`` newest checkpoints and the best; errors as in :func:`remove_after`."""
     folders = list_checkpoints(run)
     best = None if best_step is None else step_folder(run, best_step)
     for folder in folders[keep_last:]:

@@ -52,7 +52,7 @@ class MappedRows:
         return slice(rows.start, rows.stop)
 
     def read(self, rows_N: npt.NDArray[np.int64], with_state: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """Return these rows as "weight", and optimizer state if ``with_state``; bfloat16 becomes float32."""
+        """Return rows ``rows_N`` as "weight", and, if ``with_state``, their state; bfloat16 as float32."""
         count = len(self.shards)
         if self.has_ranges:
             shard_N = rows_N * count // self.num_rows
@@ -76,7 +76,10 @@ class MappedRows:
 
 @dataclass(eq=False, slots=True)
 class Checkpoint:
-    """A checkpoint, an export or a delta, whose files are read on demand."""
+    """A checkpoint, an export or a delta, whose files are read on demand.
+
+    Its methods raise StorageError if a store is down or refuses a request, or the system refuses a path.
+    """
 
     folder: StoragePath
     manifest: Manifest
@@ -114,7 +117,7 @@ class Checkpoint:
 
         Args:
             folder: a run folder, or a checkpoint, which is then the only candidate.
-            log: receives one line about newer checkpoints that are damaged.
+            log: receives one line about newer checkpoints, if they are damaged.
 
         Raises:
             CheckpointError: no checkpoint is valid.
@@ -205,7 +208,7 @@ class Checkpoint:
             into: "weight" and optimizer state of the shard.
 
         Raises:
-            CheckpointError: the table is missing, or has another number of rows, width or optimizer.
+            CheckpointError: the table is missing or damaged, or has other rows, another width or optimizer.
         """
         num_shards = self.num_shards(table)
         common = math.gcd(count, num_shards)
@@ -244,13 +247,11 @@ class Checkpoint:
         return arrays
 
     def _source(self, name: str) -> tuple[StoragePath, str | None, StoragePath]:
-        """Return path and checksum of a file, and the folder below which links are not followed."""
         _, sha256 = self.manifest.files.get(name, (0, None))
         return self.files_folder / name, sha256, self.files_folder
 
 
 def _candidates(folder: StoragePath) -> list[StoragePath]:
-    """If ``folder`` is a checkpoint, return it, else return all checkpoints of the run, newest first."""
     return [folder] if storage.exists(folder / MANIFEST_FILE) else list_checkpoints(folder)
 
 

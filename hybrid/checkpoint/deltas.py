@@ -69,7 +69,7 @@ class DeltaChain:
 
     @classmethod
     def read(cls, run: StoragePath) -> DeltaChain | None:
-        """Return the chain of a run, or None if there is none; CheckpointError if it is invalid."""
+        """Return the chain of a run, or None; CheckpointError if invalid, StorageError if not readable."""
         path = run / DELTAS_FOLDER / CURRENT_FILE
         if isinstance(path, Path):
             refuse_link(path.parent)
@@ -126,7 +126,7 @@ Changes: TypeAlias = dict[str, list[ChangedRows]]  # by table, in the order in w
 
 
 def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
-    """Open a delta and verify its files; CheckpointError if it is missing, damaged or not ``version``."""
+    """Open a delta and verify its files; CheckpointError if it is missing, damaged or not of ``version``."""
     folder = delta_folder(run, version.step)
     if isinstance(folder, Path) and isinstance(run, Path):
         refuse_link(folder, run)

@@ -52,7 +52,7 @@ def pack_keys(
     steps_before: int,
     tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors for the file of a shard, sorted by key.
+    """Return the tensors for the file of a shard, in the order of the keys as unsigned numbers.
 
     Args:
         records_R2: key and record of each row; the record of an unused row is negative.
@@ -125,14 +125,12 @@ def find_buckets(keys: npt.NDArray[np.int64], buckets: range) -> slice:
 
 
 def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.int64], slice]:
-    """Return the keys in ``buckets`` with their records, and the positions of these keys."""
     keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
     part = find_buckets(keys, buckets)
     return np.stack([keys[part], counts[part] << 32 | last_steps[part]], axis=1), part
 
 
 def _find_problem(arrays: Arrays, widths: Widths, buckets: range, step: int) -> str | None:
-    """Return a description of the first problem of a file's arrays, or None."""
     if not arrays.keys() >= _OF_KEYS or any(arrays[name].dtype != np.int64 for name in _OF_KEYS):
         return "has rows without keys: it does not grow in the checkpoint"
     of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in _OF_KEYS}

@@ -107,6 +107,7 @@ def map_arrays(
     Raises:
         CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
         StorageError: a path is a symbolic link, or the store refuses a request.
+        OSError: the system refuses to open a local file.
     """
     with _opened(path, sha256, root) as local:
         text = read_header(local)
@@ -179,7 +180,6 @@ def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> 
 
 @contextmanager
 def _reading(path: StoragePath) -> Iterator[None]:
-    """Convert the exceptions for an invalid file to a CheckpointError."""
     try:
         yield
     except Exception as error:  # mostly SafetensorError; invalid headers cause other exceptions

@@ -186,8 +186,7 @@ class RowGradients:
     def add_to(self, table_RD: Tensor, first: int, last: int, scale: float, rate: float) -> float:
         """Add ``rate * (scale * gradient)`` to the rows ``rows_U[first:last]`` of a table, in one pass.
 
-        Returns:
-            The sum of all values of the unscaled gradients; see :meth:`sum_block`.
+        Return the sum of all values of the unscaled gradients.
         """
         return self._sum(first, last, self._grad_BD[:0], table_RD.numpy(), scale, rate)
 

@@ -77,7 +77,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
             ``table.has_initial_state``.
 
     Returns:
-        The number of filled rows, not counting row 0 of the table (in prepared data, for missing values).
+        The number of filled rows. Row 0 of the table is not counted: prepared data use it for missing values.
 
     Raises:
         DataError, CheckpointError, ConfigError: the source cannot be read, or does not fit the table.
@@ -99,7 +99,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
 def assign_stored(
     table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write stored rows, and state if ``table.has_initial_state``; CheckpointError if they do not fit."""
+    """Write stored rows, and any initial state, into rows ``rows_N``; CheckpointError if they do not fit."""
     for name in tensors if table.has_initial_state else ["weight"]:
         if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
@@ -126,7 +126,7 @@ def saved_table(table: TableSpec) -> SavedTable:
 
 
 def keys_of(keys: Any) -> npt.NDArray[np.int64]:
-    """Return the keys of a growing table for ``SavedRows.keys``: an array itself, or hashes of texts."""
+    """Return keys of a growing table: ``keys`` itself if it is a NumPy array, else hashes of its texts."""
     from hybrid.data.values.canonical import compute_keys
 
     if isinstance(keys, np.ndarray):
@@ -137,7 +137,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function that maps the keys of a block to rows of shard ``index``, or to -1 for no row."""
+    """Return a function that maps ``SavedRows.keys`` to rows of shard ``index``, or to -1."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
@@ -162,6 +162,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
         own_values = Vocabulary(pa.concat_arrays(parts))
 
     def find(keys: Any) -> npt.NDArray[np.int64]:
+        """Return the row of each key in the shard; -1 for other keys."""
         if isinstance(keys, np.ndarray):
             return of_shard(keys) if own_values is None else _rows_of_keys(own_values.texts, keys, index)
         if isinstance(keys, pa.DictionaryArray):

@@ -59,6 +59,7 @@ def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Calla
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit a loop with one prefetch instruction per cache line of the row."""
         matrix_type, row_type = signature.args
         size, byte, number = ir.IntType(64), ir.IntType(8), ir.IntType(32)
         values = context.make_array(matrix_type)(context, builder, arguments[0])
@@ -103,7 +104,7 @@ def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write each address: ``bases_KS[k, id % n] + id // n`` for table k with ``n = counts_K[k]`` shards."""
+    """Write ``bases_KS[k, id % n] + id // n`` for each id of feature k, with n = ``counts_K[k]`` shards."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -221,7 +222,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
 
 @compiled("int32[::1](int32[::1], int32[::1])")
 def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
-    """Return for each id of a lookup its index among the distinct ids."""
+    """Return, for each id of a lookup, its index among the distinct ids; arguments from :func:`group_ids`."""
     ranks_L = np.empty_like(order_L)
     for u in range(len(starts_V) - 1):
         for i in range(starts_V[u], starts_V[u + 1]):
@@ -231,7 +232,7 @@ def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
 
 @compiled("int32[::1](int32[::1], int32[::1])", "int32[::1](int64[::1], int32[::1])")
 def sort_bags(offsets: Ints, order_L: Ints) -> Ints:
-    """Return the bag of each id, in the order of the sorted ids."""
+    """Return the number of the bag of each id, in the order of the sorted ids."""
     bag_L = np.empty_like(order_L)
     for bag in range(len(offsets) - 1):
         for i in range(offsets[bag], offsets[bag + 1]):

@@ -211,7 +211,7 @@ def should_trainers_pool(
 
     Args:
         num_shards: number of workers that hold the table.
-        ids_per_sample: see :func:`bag_ids`. If the table has no feature in it, workers pool.
+        ids_per_sample: see :func:`bag_ids`. With "auto", workers pool if it has none of the table's features.
         samples: number of samples of a trainer's lookup; 0 if unknown. With "auto", workers then pool.
         wire_bytes_per_value: bytes of each sent value; None if values are sent as they are stored.
     """
@@ -249,10 +249,10 @@ def place(
 ) -> Placement:
     """Place tables on workers, balancing bytes and traffic, and decide which side pools bags.
 
-    Tables with the most bytes and traffic are placed first (Graham's LPT rule, 1969). Each table goes to the
-    worker that minimizes the sum, over workers, of the squared fractions of bytes and of traffic. With
-    placement "auto", a table is split over all allowed workers in two cases: it grows, or its bytes exceed
-    the mean bytes per worker and are at least ``MIN_SPLIT_BYTES``.
+    Tables with the most bytes and traffic are placed first (Graham's LPT rule, 1969). A table that is not
+    split goes to the allowed worker that minimizes the sum, over workers, of the squared fractions of bytes
+    and of traffic. With placement "auto", a table is split over all allowed workers in two cases: it grows,
+    or its bytes exceed the mean bytes per worker and are at least ``MIN_SPLIT_BYTES``.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.

@@ -48,20 +48,20 @@ class SavedTable:
     # num_rows, dim: the shape of the table.
     num_rows: int
     dim: int
-    optimizer: str  # name of the optimizer whose state is stored; empty if none is
+    optimizer: str  # name of its optimizer; empty in an export, which has no optimizer state
     # The encodings of the table's columns, without vocabularies; empty if the values of rows are unknown.
     # Columns with vocabulary "build" that share a table share the vocabulary.
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
-        """Yield all rows and optimizer state, ordered by row or key. The table must have ``encodings``.
+        """Yield all rows with optimizer state, ordered by row or key. The table must have ``encodings``.
 
         Args:
             bounds: bucket bounds in the new model, used only for a column of numbers in buckets. Each new
                 bucket gets the row of the stored bucket that holds the middle of the new bucket.
 
         Raises:
-            CheckpointError, DataError: a file cannot be read, or its rows differ from the expected ones.
+            CheckpointError, DataError, StorageError: a file cannot be read, or has other rows than expected.
         """
         encoding = self.encodings[0]
         if encoding.num_rows > self.num_rows:
@@ -103,11 +103,7 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return, for each row of a column with the bucket bounds ``wanted``, the number of a stored row.
-
-    Each bucket gets the row of the stored bucket (bounds ``stored``) that holds the middle of the bucket.
-    Row 0, for missing values, stays row 0.
-    """
+    """Return the stored row of each row of a column with the bucket bounds ``wanted``; row 0 stays row 0."""
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 

@@ -48,7 +48,7 @@ def make_absolute(source: str | Path) -> str:
 
 
 def read_shape(source: str) -> tuple[int, ...]:
-    """Return the numbers of rows and columns of a matrix; see :func:`open_matrix`."""
+    """Return the numbers of rows and columns of a matrix; errors as in :func:`open_matrix`."""
     with open_matrix(source) as (shape, _):
         return shape
 
@@ -57,7 +57,8 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
     """Yield the rows of a matrix, which must have ``shape``, in blocks.
 
     Raises:
-        DataError, StorageError: see :func:`open_matrix`; a DataError also if the shape differs.
+        DataError: the source is no such matrix, or has another shape.
+        StorageError: the file cannot be fetched.
     """
     with open_matrix(source) as (stored_shape, rows):
         num_rows, dim = stored_shape
@@ -119,5 +120,4 @@ def open_matrix(source: str) -> Iterator[tuple[tuple[int, ...], _Rows]]:
 
 
 def _to_array(rows_BD: Tensor) -> npt.NDArray[Any]:
-    """Return rows as an array; bfloat16 becomes float32, since NumPy lacks it."""
     return (rows_BD.float() if rows_BD.dtype == torch.bfloat16 else rows_BD).numpy()

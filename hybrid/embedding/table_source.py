@@ -27,9 +27,10 @@ class TableSource(Protocol):
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
 
-        Rows in bfloat16 are sent as int16, unless ``embedding.wire_dtype`` rounds vectors for training.
-        Autograd computes no gradients of integers. So for ``Purpose.TRAIN``, the result ends with a tensor of
-        zeros for each int16 tensor, of its shape. The gradient of these zeros is the gradient of the rows.
+        Rows in bfloat16 are sent as int16, unless ``embedding.wire_dtype`` rounds vectors for training, or
+        the run is in float64. Autograd computes no gradients of integers. So for ``Purpose.TRAIN``, the
+        result ends with a tensor of zeros for each int16 tensor, of its shape. The gradient of these zeros is
+        the gradient of the rows.
         """
 
     def send_gradients(

@@ -167,6 +167,6 @@ class TableSpec:
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
-    """Return the result of :meth:`TableSpec.for_feature` for each sparse feature, in feature order."""
+    """Return the table of each sparse feature, in feature order, with the feature's pooling and sequence."""
     table_of = {feature: table.for_feature(feature) for table in tables for feature in table.features}
     return [table_of[feature.name] for feature in input_spec.sparse_features]

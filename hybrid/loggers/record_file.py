@@ -28,7 +28,7 @@ class AppendOnlyFile:
         make_room: called if the disk is full; returns whether to try again.
 
     Raises:
-        HybridError: the path is a symbolic link.
+        StorageError: the path is a symbolic link, or not a regular file.
         OSError: the file cannot be opened. Methods raise it if a system call fails.
     """
 
@@ -38,7 +38,7 @@ class AppendOnlyFile:
         self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
-        """Append a record of metrics.jsonl, with the present time."""
+        """Append a record of metrics.jsonl, with the time. Numbers that are not finite become null."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         self.write(f"{json.dumps(replace_non_finite(record), allow_nan=False)}\n".encode())
 
@@ -72,7 +72,7 @@ class AppendOnlyFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, none if it is missing; incomplete and damaged lines are left out."""
+    """Return the records of a file, except damaged lines; none if it is missing. StorageError over 1 GiB."""
     lines = files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
     return parse_records(lines)
 

@@ -1,7 +1,7 @@
 """The loggers of a run, each in a thread of its own.
 
-A logger can neither stop nor delay a run: if it raises an exception or does not respond, there is one
-warning, and the run continues without it.
+A logger can neither stop a run nor delay its steps. If a logger raises an exception or does not respond, the
+run continues without it, after one warning. At its end, a run waits for the loggers, for at most a minute.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunLoggers:
         self._threads: list[_LoggerThread] = []
 
     def start(self, name: str, folder: Path, step: int) -> None:
-        """Begin to record a run, in the run folder ``folder``, which has taken ``step`` steps."""
+        """Begin to record the run ``name``, which has taken ``step`` steps; ``folder`` is its run folder."""
         config = {f"{section}.{key}": value for section, key, _, value in key_values(self._config)}
         run = LoggedRun(name, folder, config, step)
         self._threads = [_LoggerThread(each, make) for each, make in self._makers.items()]
@@ -61,7 +61,7 @@ class RunLoggers:
         self._call("log", step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def finish(self, result: Mapping[str, Any] | None, seconds: float = _SILENT_SECONDS) -> None:
-        """End the recording with a result (:meth:`RunLogger.finish`); wait up to ``seconds`` in all."""
+        """End the recording; pass ``result`` to :meth:`RunLogger.finish`. Wait up to ``seconds`` in all."""
         self._call("finish", result)
         deadline = time.monotonic() + seconds
         for thread in self._threads:

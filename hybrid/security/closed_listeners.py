@@ -3,7 +3,7 @@
 Torch listens for RPC and for process groups without authentication. A peer without the secret could run a
 built-in operator that reads a file, or send a length that exhausts the memory. Roles connect to each other
 only at the start. After that, these sockets are closed, and so are accepted connections from processes
-outside the group.
+outside the group. A connection on a Unix socket from a process of the same user stays open.
 
 Torch later waits on the file descriptors of these sockets, and closes them. So each descriptor stays valid:
 ``dup2`` replaces its socket by an eventfd that is never ready. This needs no privilege.
@@ -32,8 +32,8 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """After the ``with`` block, close the listening sockets that this process opened in the block.
 
-    Connections that these sockets accepted are closed, too, unless a member of the group made them. All
-    members share ``store``, call this function, and must be connected to each other at the end of the block.
+    Connections that these sockets accepted are closed, too, except those from the group. All members
+    share ``store``, call this function, and must be connected to each other at the end of the block.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}
@@ -101,7 +101,6 @@ def _local_address(each: socket.socket) -> int | str | bytes:
 
 
 def _ends(each: socket.socket) -> _Ends | None:
-    """Return the ends of a TCP connection; None for another socket."""
     if each.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:

@@ -150,7 +150,6 @@ class Signatures:
 
 
 def _segments(tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
-    """Return the data to sign in addition to the pickle: the number of tensors, and their bytes."""
     views = (segment for tensor in tensors for segment in memory_of(tensor))
     return [len(tensors).to_bytes(_COUNT_BYTES, "little"), *views]
 

@@ -60,10 +60,10 @@ class Secret:
 
     @classmethod
     def find(cls, file: str) -> Secret | None:
-        """Read the secret from ``file``, or if that is "", from the environment; None if it is not set there.
+        """Read the secret from ``file``, or, if that is "", from HYBRID_SECRET; None if this is not set.
 
         Raises:
-            ConfigError: the file cannot be read, other users may access it, or the secret can be guessed.
+            ConfigError: the file cannot be read, other users may access it, or the secret is short or weak.
         """
         if not file:
             value = os.environ.get(VARIABLE, "").strip()

@@ -68,12 +68,12 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
-        They can if they are 2 to ``MAX_MEMBERS`` processes of one user on one host, all with ``may_share``.
+        They can if 2 to ``MAX_MEMBERS`` processes have one user, host and network, and all ``may_share``.
 
         Args:
             group: a process group whose backend supports CPU tensors.
             trainer: this trainer's index in the cluster.
-            slot_bytes: size of the largest tensor to sum.
+            slot_bytes: size of the largest tensor to sum, in bytes.
             may_share: whether this trainer's gradients are on the CPU.
             timeout_seconds: how long to wait for another trainer, also in :meth:`sum_`.
 
@@ -155,7 +155,6 @@ class SharedSlots:
 
 
 def _exchange_memory(rank: int, peers: Mapping[int, socket.socket], slot_bytes: int) -> dict[int, mmap.mmap]:
-    """Create this trainer's slots, send them to the peers, and return the slots of all ranks."""
     size = _SLOTS * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with os.fdopen(create_memory(size), "rb") as file:
         memory = {rank: mmap.mmap(file.fileno(), 0)}

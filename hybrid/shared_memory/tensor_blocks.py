@@ -97,8 +97,7 @@ class BlockReader:
     def read(self, start: int, layout: Layout) -> list[Tensor]:
         """Return the tensors of the block at ``start``. The block is released when all of them are deleted.
 
-        Raises:
-            ValueError: a tensor is not within the memory.
+        Errors are as in :func:`read_tensors`.
         """
         view = self._memory[:]  # only the tensors refer to this object
         self._in_use[start] = weakref.ref(view, partial(self._release, start))
@@ -131,7 +130,7 @@ class MemoryPair:
 
     @classmethod
     def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":
-        """Map the memory of a descriptor; the caller closes the descriptor. Errors: :func:`map_memory`."""
+        """Map the memory of a descriptor, which the caller closes; errors as in :func:`map_memory`."""
         return cls(memoryview(map_memory(descriptor, cls.NUM_BYTES)), writes_first_half)
 
 
@@ -182,6 +181,7 @@ def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]
 
     Raises:
         ValueError: a tensor is not within the memory.
+        IndexError: the number of a dtype is unknown.
     """
     tensors = []
     for number, shape in layout:

@@ -64,7 +64,7 @@ def parse_fields(kind: type[Fields], content: Any) -> Fields:
 
 
 def parse_value(name: str, hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type ``hint``; TypeError with ``name`` if the value has another type."""
+    """Convert a JSON value to the type ``hint``; TypeError or ValueError if the value has another type."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return parse_fields(hint, value)
     if isinstance(hint, type) and issubclass(hint, tuple) and isinstance(value, list):  # a NamedTuple
@@ -93,7 +93,7 @@ def is_inner_name(text: str) -> bool:
 def map_array(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> npt.NDArray[Any]:
-    """Map a ``.npy`` file into memory, read-only; ValueError if it is not an array of numbers."""
+    """Map a ``.npy`` file, read-only, by :func:`local_copy`; ValueError if it is not an array of numbers."""
     import numpy as np  # commands such as config do without it
 
     with local_copy(path, root=root, follows_links=follows_links) as local:

@@ -97,7 +97,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return a folder's entries sorted by path; with ``is_deep``, all files below. Empty if no folder."""
+    """Return a folder's entries by path; if ``is_deep``, all files below. Empty if there is no folder."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:

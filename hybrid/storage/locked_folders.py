@@ -32,10 +32,13 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
     """Lock a run folder, and yield the descriptor of the lock. A missing folder is created.
 
     Each role inherits the descriptor. The system releases the lock when the last process with the descriptor
-    ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles.
+    ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles. At
+    the end, a folder that was created and is still empty is removed.
 
-    ConfigError for the configuration key ``key`` if another run holds the lock longer than ``wait_seconds``,
-    or if the folder cannot be created. At the end, a folder that was created and is still empty is removed.
+    Raises:
+        ConfigError: another run holds the lock longer than ``wait_seconds``, or the folder cannot be created;
+            for the configuration key ``key``.
+        StorageError: the lock file is a symbolic link, or not a regular file.
     """
     path = folder / LOCK_FILE
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -64,7 +67,7 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
 
 @cache
 def lock_until_exit(folder: Path, key: str) -> None:
-    """Lock a run folder by :func:`folder_lock` until this process ends; a second call has no effect."""
+    """Lock a run folder until this process ends, as :func:`folder_lock`; a second call has no effect."""
     lock = ExitStack()
     descriptor = lock.enter_context(folder_lock(folder, key))
     atexit.register(lock.close)

@@ -159,7 +159,6 @@ def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSyste
 
 
 def _split_azure_authority(authority: str) -> tuple[str, str, dict[str, str]]:
-    """Split the host part of a URL into account, prefix of paths, and host arguments of the client."""
     user, _, host = authority.rpartition("@")
     name, _, domain = host.partition(".")
     service, _, rest = domain.partition(".")
@@ -180,8 +179,8 @@ def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem
     Error messages contain ``action``, a participle such as "read".
 
     Raises:
-        FileNotFoundError: there is no such file. If ``action`` is "written", StorageError: no such bucket.
-        StorageError: the store refuses the request; the text has the reason and advice.
+        FileNotFoundError: there is no such file, and ``action`` is not "written".
+        StorageError: the store refuses the request, or lacks the bucket; the text has the reason and advice.
         OutageError: the store was down during all attempts.
     """
     try:

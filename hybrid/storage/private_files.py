@@ -45,7 +45,7 @@ def open_file(
         follows_links: whether the file may be a link, because the user has named the file itself.
 
     Raises:
-        StorageError: a path below ``root`` is a link, or the file is not a regular file.
+        StorageError: the file, or a folder below ``root``, is a link, or the file is not a regular file.
         OSError: the file cannot be opened.
     """
     if not follows_links:

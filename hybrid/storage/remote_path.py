@@ -71,7 +71,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_path(text: str | StoragePath) -> StoragePath:
-    """Parse a path or a store's URL; StorageError for an unknown scheme or option, or for credentials."""
+    """Parse a path, a ``file://`` URL or a store's URL; StorageError if it is invalid or has credentials."""
     if not isinstance(text, str):
         return text
     match = _URL.match(text)

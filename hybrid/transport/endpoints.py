@@ -75,7 +75,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Pass a lookup's gradients to the tables; return a future of the next lookup's vectors, if any."""
+    """Pass a lookup's gradients to the tables; return a future of the attached lookup's vectors, if any."""
     number, ticket, num_grads, attached_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]

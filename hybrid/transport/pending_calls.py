@@ -97,7 +97,7 @@ class PendingTensors(Generic[Result]):
         """Return the response.
 
         Raises:
-            RuntimeError: the call raised an exception, which :func:`parse_exception` reads from the text.
+            RuntimeError: the call raised an exception; :func:`parse_exception` returns its class and message.
             ClusterError: the role rejected the call, or this process rejected the response.
             LostError: no response came within the timeout, or the connection broke.
         """
@@ -136,7 +136,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the converted response; RemoteError if the call raised, else as PendingTensors.wait."""
+        """Return the converted response; RemoteError if the call raised, or errors of PendingTensors.wait."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()
@@ -146,7 +146,7 @@ class Pending(PendingTensors[Result]):
 
 
 def gather(calls: Sequence[Pending[Result]], meanwhile: Callable[[], object] = lambda: None) -> list[Result]:
-    """Return the results of :meth:`Pending.wait` in the order of ``calls``; raise the first error at once.
+    """Return the results of :meth:`Pending.wait` in the order of ``calls``; raise an error once a call fails.
 
     ``meanwhile`` is called repeatedly while calls are in progress; it may raise an exception to end the wait.
     """

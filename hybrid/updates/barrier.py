@@ -94,6 +94,7 @@ class UpdateBarrier(Generic[Contribution]):
 
         If they are applied already, this call runs ``work``. A prefetch replaces a waiting prefetch of the
         same trainer, step and index, whose batch was abandoned. The replaced future fails with ClusterError.
+        If the barrier has failed, the future fails with the barrier's error.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -183,7 +184,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._fail(ClusterError(reason))
 
     def drain(self) -> None:
-        """Wait until all contributions so far are applied.
+        """Wait until all contributions so far are applied or dropped.
 
         Raises:
             ClusterError: the gradients of a trainer are missing after the timeout, or the barrier was closed.
@@ -197,7 +198,7 @@ class UpdateBarrier(Generic[Contribution]):
     def restart(self, version: int) -> None:
         """Continue after ``version`` updates, once a checkpoint is loaded. Waiting lookups fail.
 
-        All contributions must be applied; see :meth:`drain`.
+        Call :meth:`drain` first.
         """
         with self._changed:
             assert self._ledger.is_idle
@@ -254,15 +255,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Send the squared norm of a step to the trainers that request it, and wait for :meth:`set_scale`.
-
-        Returns:
-            The factor of the gradients; None to drop them.
-
-        Raises:
-            ClusterError: no decision arrives in time, or the barrier is closed.
-            Exception: the error with which the barrier has failed.
-        """
+        """Send a step's squared norm to the trainers that request it; return the scale that they decide."""
         norm = update.squared_norm()
         with self._changed:
             self._norms = {step: norm}

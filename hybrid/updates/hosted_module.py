@@ -42,7 +42,7 @@ class HostedModule(nn.Module):
         self.clock.record(steps)
 
     def take_spans(self) -> list[Span]:
-        """Wait for running updates; return the spans that ended since the last call, with times of day."""
+        """Return the spans that ended since the last call; wait for running updates first."""
         self.barrier.drain()
         return self.clock.take_spans()
 
@@ -58,7 +58,7 @@ class HostedModule(nn.Module):
         self._checkpoint_tensors = self._files(is_copied, is_delta)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
+        """Write and free the tensors of :meth:`begin_save`; CheckpointError if a file cannot be written."""
         tensors_of_file = dict(self._checkpoint_tensors)
         self._checkpoint_tensors = {}
         files: Files = {}

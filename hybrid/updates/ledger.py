@@ -53,11 +53,11 @@ class Ledger(Generic[Contribution]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all gradients that have arrived are applied."""
+        """Whether all gradients that have arrived are applied or dropped."""
         return not (self._entries or self._updating)
 
     def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
-        """Add a trainer's gradients of one lookup; for errors, see :meth:`UpdateBarrier.contribute`."""
+        """Add a trainer's gradients of one lookup; errors as in :meth:`UpdateBarrier.contribute`."""
         trainer = ticket.trainer
         key = (ticket.step, ticket.trainer)
         if ticket.checksum:
@@ -108,9 +108,10 @@ class Ledger(Generic[Contribution]):
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until missing gradients of step ``version`` are an error; None in async mode.
+        """Return the seconds until missing gradients of step ``version`` are an error.
 
-        The timeout begins when the first trainer has sent all gradients of the step; before, return None.
+        The timeout begins when the first trainer has sent all gradients of the step. Return None before that,
+        and always in async mode.
 
         Raises:
             ClusterError: gradients are missing after the timeout.
@@ -130,7 +131,7 @@ class Ledger(Generic[Contribution]):
         return left
 
     def _next_entries(self) -> list[tuple[int, int]]:
-        """Return step and trainer of each entry of the next update; empty if the update is incomplete."""
+        """Return step and trainer of each entry of the next update; empty if gradients are missing."""
         if self._rules.mode is UpdateMode.ASYNC:
             keys = []
             for trainer, first in enumerate(self._first_unapplied):
@@ -141,7 +142,6 @@ class Ledger(Generic[Contribution]):
         return keys if all(self._is_complete(t, step) for step, t in keys) else []
 
     def _is_complete(self, trainer: int, step: int) -> bool:
-        """Whether all of a trainer's gradients of a step have arrived."""
         entry = self._entries.get((step, trainer))
         number = self._num_lookups.get((step, trainer), self._rules.micro_batches)
         return entry is not None and len(entry.contributions) >= number

@@ -47,7 +47,7 @@ class Ticket(NamedTuple):
 
     @property
     def key(self) -> LookupKey:
-        """The identity of the lookup. If a new pass has another batch for the step, the key is the same."""
+        """The identity of the lookup. If the batch of a step is replaced, the new lookup has the same key."""
         return LookupKey(self.trainer, self.step, self.lookup_index, self.purpose)
 
     @property

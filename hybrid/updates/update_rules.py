@@ -12,7 +12,7 @@ from hybrid.errors import ConfigError
 
 
 class UpdateMode(StrEnum):
-    """How the gradients of trainers become updates of tables."""
+    """How the gradients of trainers become updates on workers (see ``ledger.py``)."""
 
     SYNC = "sync"
     LOOKAHEAD = "lookahead"
@@ -46,7 +46,8 @@ class Schedule:
         """Return the schedule of a run of ``run_steps`` steps.
 
         Raises:
-            ConfigError: the schedule ends before the run, or the warm-up is not shorter than the schedule.
+            ConfigError: the schedule ends before the run, or its warm-up is not shorter than the schedule.
+                The kinds constant and step have no end, so they raise no error.
         """
         end = section.steps or run_steps
         check_schedule(section, end)
@@ -56,7 +57,7 @@ class Schedule:
         return cls(section, end)
 
     def factor(self, step: int) -> float:
-        """Return the factor at ``step`` (from 0). After the end of the schedule, return its last factor."""
+        """Return the factor at ``step``, from 0. After the end of the schedule, return its last factor."""
         section = self.section
         call = self.section.call
         if call.name == "one_cycle":
@@ -115,5 +116,5 @@ class UpdateRules:
 
     @property
     def has_update_guard(self) -> bool:
-        """Whether trainers decide if a step is applied, and with which scale (``update_guard.py``)."""
+        """Whether trainers decide if a step is applied, and with which scale (``engine/update_guard.py``)."""
         return self.clip_norm is not None or not self.check_finite

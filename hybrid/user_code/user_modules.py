@@ -146,7 +146,7 @@ def is_library(path: Path) -> bool:
 
 @functools.cache
 def is_user_file(filename: str) -> bool:
-    """Return whether a file is user code: not a library, and not part of this project."""
+    """Return whether a file is user code: not generated, not a library, and not part of this project."""
     if filename.startswith("<"):  # generated code
         return False
     path = Path(filename).resolve()
@@ -206,7 +206,6 @@ def log_traceback(error: BaseException) -> None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the causes of an exception, the first cause first, and the exception."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -215,6 +214,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _short(filename: str) -> str:
-    """Return the path relative to the working directory; for a file outside of it, the absolute path."""
     path = Path(os.path.abspath(filename))
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -59,10 +59,10 @@ class DifferenceError(HybridError):
 
 
 class TensorName(NamedTuple):
-    """The name of a tensor: its parameter, and "value" or the kind of optimizer state."""
+    """The name of a tensor: what it belongs to, and its kind."""
 
-    parameter: str
-    kind: str = VALUE
+    parameter: str  # a parameter or buffer of a net, "table NAME", or "loss of every step"
+    kind: str = VALUE  # "value", an optimizer state, or an array of a growing table's key records
 
     def __str__(self) -> str:
         return self.parameter if self.kind == VALUE else f"{self.parameter}, {self.kind}"

@@ -79,7 +79,7 @@ def log_path(run: Path, role: Role) -> Path:
 
 @contextmanager
 def run_write_errors(path: StoragePath, remedy: str = "set run.folder to another folder") -> Iterator[None]:
-    """Convert an OSError in this block to a HybridError, which says that ``path`` cannot be written.
+    """Convert OSErrors of this block, except StorageErrors, to a HybridError: ``path`` cannot be written.
 
     Args:
         remedy: what the user can do instead of freeing space, as an imperative.

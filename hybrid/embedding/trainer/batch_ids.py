@@ -75,8 +75,8 @@ class BatchIds:
     ) -> tuple[Pooling, Tensor | None]:
         """Return the pooling to compute, and the weight of each id, or None for ones.
 
-        A mean becomes a sum with weights 1/n in two cases: if ids have weights, which torch's mean does not
-        support, and if several workers pool parts of a bag, because partial means do not add up.
+        In two cases, a mean of n ids becomes a sum with weights that are divided by n: if ids have weights,
+        which torch's mean does not support, and if several workers pool a bag, because means do not add up.
 
         Args:
             is_weighted: whether the ids have weights.

@@ -104,7 +104,6 @@ class Embeddings:
         return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
 
     def _routes_of(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
-        """Return the routes of a batch, each with its columns; see :class:`ConcatenatedFeatures`."""
         every = range(len(self._features))
         weighted = ids.weighted_features
         multi_hot = [k for k in every if sparse.offsets is not None and self._features[k].multi_hot]
@@ -137,11 +136,13 @@ class DistinctRowsForGpu(NamedTuple):
     rows: DistinctRows
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
+        """Return ``rows_UD`` in pinned memory."""
         parts = self.rows.parts(responses)
         size = sum(map(len, parts)), self.rows.shape_BFD[2]
         return (torch.cat(parts, out=torch.empty(size, dtype=parts[0].dtype, pin_memory=True)),)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """Split the gradient of ``rows_UD`` by response."""
         (grad_UD,) = grads
         return ((slot, grad_UD[first:last].clone()) for slot, first, last in self.rows.slots)
 
@@ -156,6 +157,7 @@ class ConcatenatedFeatures(NamedTuple):
     lengths: Sequence[tuple[int, Tensor]] = ()
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
+        """Return ``pooled_BE``. The last column of a sequence feature has the lengths of the sequences."""
         vectors = [assembler.vectors(responses) for assembler, _ in self.routes]
         if self.routes[0][1] is None:
             return (vectors[0].flatten(1),)
@@ -170,6 +172,7 @@ class ConcatenatedFeatures(NamedTuple):
         return (pooled_BE,)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield the gradients of the responses, given the gradient of ``pooled_BE``."""
         grad_BE = contiguous_copy(*grads)
         for assembler, columns in self.routes:
             of_route = grad_BE if columns is None else torch.cat([grad_BE[:, c] for c in columns], dim=1)
@@ -185,15 +188,15 @@ def make_routes(
 ) -> list[Route]:
     """Return the routes of a batch.
 
-    Features of one width share a route, except that each growing table has a separate route. Multi-hot
-    features share a route only if pooling is equal, too, and if all or none have weights. If workers pool,
-    their tables must also be in the same groups.
+    Row features of one width share a route, except that each growing table has a separate route. The same
+    holds for bag features with equal pooling, of which all or none have weights. If workers pool, the tables
+    of a route must also be in the same groups.
 
     Args:
-        row_features: features with one id per sample, and sequences.
-        bag_features: multi-hot features.
+        row_features: indices of the features that are not pooled: one id per sample, and sequences.
+        bag_features: indices of the features that are pooled.
         tables: table of each feature, in feature order.
-        weighted: multi-hot features whose ids have weights.
+        weighted: indices of the features whose ids have weights.
     """
     of_table = placement.locations()
     of_space: dict[AddressKey, list[int]] = defaultdict(list)

@@ -122,8 +122,9 @@ class Lookup:
         """Wait for the responses, and return the outputs. Call this once; it frees the responses.
 
         Raises:
-            ClusterError: a worker failed; or the requests were never sent, because they are attached to a
-                lookup that has sent no gradients.
+            ClusterError: the requests were never sent, because the lookup that should carry them has sent no
+                gradients.
+            Exception: an error of a worker or of its connection.
         """
         if self._responses.keys() != self._items.keys():
             raise ClusterError(
@@ -150,7 +151,7 @@ class Lookup:
         return self._layout.outputs(responses)
 
     def split_gradients(self, output_grads: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
-        """Return the gradients of each worker's vectors, one per item; see :class:`OutputLayout`."""
+        """Convert gradients of the outputs to gradients of each worker's vectors, one per item."""
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}

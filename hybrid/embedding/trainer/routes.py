@@ -92,7 +92,6 @@ class AddressSpace:
                 self.bases_KS[k, at.shard.index] = first[at.worker, at.group_number] + at.start
 
     def _address_keys(self, locations: Locations) -> None:
-        """Use the keys of a growing table as addresses, ordered as unsigned numbers."""
         shards = sorted(locations[0], key=lambda at: at.shard.index)
         self._segments = [(at.worker, at.group_number, 0, torch.int64) for at in shards]
         self._addresses_end = kernels.KEYS_END
@@ -109,7 +108,7 @@ class AddressSpace:
         kernels.write_addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
 
     def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> DistinctRows:
-        """Append one request per segment to ``items``, with the distinct rows of the segment.
+        """Append one request per segment to ``items``, with its distinct rows; return the assembler.
 
         Args:
             shape_BFD: shape of the vectors, with one vector per address.
@@ -147,6 +146,7 @@ class DistinctRows(NamedTuple):
         return torch.from_numpy(kernels.rank_ids(self.starts_V, self.order_L))
 
     def vectors(self, responses: Responses) -> Tensor:
+        """Return the vector of each id, in the shape ``shape_BFD``."""
         rows_UD, ranks_L = self.collect(responses)
         return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
 
@@ -171,6 +171,7 @@ class RowRoute:
         self._space = AddressSpace(locations)
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
+        """Append requests for the distinct rows to ``items``; return the assembler of the responses."""
         addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._space.dtype)
         self._space.write(ids.single(self.features), 0, addresses_BK)
         return self._space.request(addresses_BK.view(-1), (*addresses_BK.shape, self._space.dim), items)
@@ -189,6 +190,7 @@ class SequenceRoute:
         *self._first_F, self._num_positions = accumulate(sizes_F, initial=0)
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
+        """Append requests for the distinct rows to ``items``; return the assembler of the responses."""
         bounds = [ids.bounds(k) for k in self.features]
         parts = [slice(int(of_bags[0]), int(of_bags[-1])) for of_bags in bounds]
         addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=self._space.dtype)
@@ -259,6 +261,7 @@ class BagRoute:
             self._groups.append((of_group[0], bases_FS))
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
+        """Append a request for pooled vectors per group; return the assembler of the responses."""
         is_partial = len(self._groups) > 1
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
         slots = []
@@ -298,6 +301,7 @@ class PoolRoute:
         self._space = AddressSpace(locations)
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
+        """Append requests for the distinct rows to ``items``; return the assembler, which pools them."""
         space = self._space
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
         dtypes = space.dtype, torch.int32

@@ -60,6 +60,7 @@ class GrowingGroup(TableGroup):
         self.ids_end = KEYS_END
 
     def initialize(self, seed: int) -> dict[str, int]:
+        """Add the keys and rows of ``table.initial``, if any; return the number of keys by table name."""
         self._seed = seed
         if not self._table.initial:
             return {}
@@ -72,7 +73,6 @@ class GrowingGroup(TableGroup):
         return {self._table.name: matches}
 
     def _add_rows(self, block: SavedRows) -> int:
-        """Add the rows of ``block`` that belong to this shard; return the number of new keys."""
         keys_B = keys_of(block.keys)
         buckets_B = bucket_of(keys_B)
         own = np.flatnonzero(
@@ -90,10 +90,7 @@ class GrowingGroup(TableGroup):
     def _read_keys(
         self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, is_exact: bool = False
     ) -> int:
-        """Read keys, records and tensors ``names``; return the number of rows.
-
-        CheckpointError if a tensor is missing or, with ``is_exact``, if the checkpoint has other tensors.
-        """
+        """Read keys, records and tensors ``names`` (``is_exact``: no others); return the number of rows."""
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
         start = self._keys.end
@@ -108,6 +105,7 @@ class GrowingGroup(TableGroup):
         return self._keys.end - start
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
+        """Return each key's row, else its initial row; in evaluations zeros, if ``unknown`` is "zeros"."""
         keys_U = bags.ids_L.numpy()
         vectors_UD = self._buffers.empty((len(keys_U), self.group.dim), self.weight_RD.dtype)
         with self._lock:
@@ -121,6 +119,7 @@ class GrowingGroup(TableGroup):
         return vectors_UD, bags
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
+        """Count the step's keys, and give rows to admitted keys; return the gradients of keys with rows."""
         super().begin_update(gradients, step)
         keys_U = gradients.rows_U.numpy()
         with self._lock:
@@ -136,6 +135,7 @@ class GrowingGroup(TableGroup):
         return np.zeros(len(rows_U), np.int64), self._keys.keys_of(rows_U)
 
     def end_update(self, step: int) -> None:
+        """Remove seldom-read keys from some buckets, and reserve slots for the keys of later updates."""
         growth = self._growth
         with self._lock:
             if growth.max_rows or growth.evict_after or growth.admit_after > 1:
@@ -146,7 +146,7 @@ class GrowingGroup(TableGroup):
             self._keys.grow()
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of keys with rows, of pending keys, and of events since the last call.
+        """Return, by table, the numbers of rows and of pending keys, and of events since the last call.
 
         Events are ``lookups`` of keys, lookups of ``unknown`` keys (without a row), and keys that were
         ``admitted`` (got a row) and ``evicted`` (lost it).

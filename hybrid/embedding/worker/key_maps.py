@@ -69,7 +69,6 @@ def _find_slot(slots_S2: Ints, logs_N: Ints, key: int) -> int:
 
 @compiled("void(int64[:,::1], int64[::1], int64[::1], int64[::1])")
 def _find_rows(slots_S2: Ints, logs_N: Ints, keys_U: Ints, rows_U: Ints) -> None:
-    """Write the row of each key; -1 for a key without a row."""
     for start in range(0, len(keys_U), _BLOCK):
         stop = min(start + _BLOCK, len(keys_U))
         for u in range(start, stop):
@@ -85,7 +84,7 @@ _COPY = "int64({0}[:,::1], int64[::1], {0}[:,::1])"
 
 @compiled(*map(_COPY.format, ("float32", "float64", "uint16")))
 def copy_rows(weight_RD: npt.NDArray[Any], rows_U: Ints, out_UD: npt.NDArray[Any]) -> int:
-    """Copy rows of a matrix; skip negative row numbers, and return how many were skipped.
+    """Copy rows of a matrix to ``out_UD``; skip negative row numbers, and return how many were skipped.
 
     Prefetching makes this faster than ``index_select``, for rows in random order.
     """
@@ -148,7 +147,6 @@ def _count_keys(
 def _give_rows(
     slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, keys_U: Ints, rows_U: Ints
 ) -> None:
-    """Give a row to each of these pending keys, and write the rows to ``rows_U``."""
     for u in range(len(keys_U)):
         if free_R[0] > 0:
             row = free_R[1 + free_R[0]]
@@ -320,8 +318,8 @@ class KeyMap:
     def sweep(self, step: int) -> Ints:
         """Remove seldom-read keys of the buckets that ``step`` selects; return removed keys that had rows.
 
-        Three kinds of keys are removed: pending keys with a count of 0, keys without a lookup for more than
-        ``evict_after`` steps, and, if a bucket is over 7/8 of its limit, the keys with the lowest counts.
+        Three kinds of keys are removed: pending keys with a count of 0, keys whose rows were not read for
+        over ``evict_after`` steps, and, if a bucket is over 7/8 of its limit, keys with the lowest counts.
         Among equal counts, keys that were read earlier are removed first, then lower keys. Keys that are read
         at ``step`` stay.
         """
@@ -395,7 +393,7 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return key and record of each row and of each pending key, (n, 2). A free row's record is -1."""
+        """Return keys and records, (n, 2), of all rows and of all pending keys. A free row's record is -1."""
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]
@@ -404,7 +402,7 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Add new keys and their records. The keys of ``records_R2`` get the next rows, in this order."""
+        """Add new keys; those of ``records_R2`` get the next rows. ClusterError as in :meth:`count`."""
         first, stop = self.end, self.end + len(records_R2)
         self._require_memory(stop)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))
@@ -413,7 +411,6 @@ class KeyMap:
         self._free_R[1] = stop
 
     def _add(self, keys_E: Ints, values_E: Ints) -> npt.NDArray[np.int64]:
-        """Add keys with the values of their slots; return the number of added keys in each bucket."""
         sizes_N = np.bincount(bucket_of(keys_E), minlength=NUM_BUCKETS)
         self._reserve(self._sizes_N + sizes_N, _SOFT_LOAD)
         _insert(*self._map, np.ascontiguousarray(keys_E), values_E)

@@ -97,11 +97,7 @@ class RowOptimizer:
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         """Apply one step to ``gradients.rows_U[first:last]``, with the gradients times ``scale``.
 
-        Args:
-            factor: see :meth:`step`.
-
-        Returns:
-            The sum of all values of the unscaled gradients; see :meth:`RowGradients.sum_block`.
+        ``factor`` is as in :meth:`step`. Return the sum of all values of the unscaled gradients.
         """
         grad_UD, total = gradients.sum_block(first, last, scale)
         self.step(gradients.rows_U[first:last], grad_UD, factor)
@@ -127,7 +123,7 @@ class RowOptimizer:
 
         Args:
             rows_U, grad_UD: the touched rows of this range, and their gradients. Other rows get gradient 0.
-            factor: see :meth:`step`.
+            factor: factor of the learning rate in this step.
         """
         weight_RD = self.weight_RD[first:last].to(grad_UD.dtype)
         grad_RD = torch.zeros_like(weight_RD)

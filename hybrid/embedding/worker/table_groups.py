@@ -115,7 +115,7 @@ class TableGroup:
         self._is_changed_R: Tensor | None = None
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill the rows with initial values; return counts of rows as :meth:`TableShards.initialize`."""
+        """Fill the rows with initial values; return the result of :meth:`TableShards.initialize`."""
         self._seed = seed
         matches = {}
         for shard in self.group.shards:
@@ -134,7 +134,7 @@ class TableGroup:
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Read the rows of all shards from a checkpoint; CheckpointError if it does not fit the tables."""
+        """Read the rows of all shards; CheckpointError if the checkpoint is damaged or has other tables."""
         for shard in self.group.shards:
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
 

@@ -91,7 +91,6 @@ class TableShards(HostedModule, TableSource):
         return self.barrier.run_when_ready(ticket, work, is_large=is_large)
 
     def _respond(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
-        """Return the response to a lookup. ``recorded`` receives the items of a prefetch."""
         if ticket.purpose is Purpose.PREDICT:
             return [self._as_stored(self.groups[g].pool(bags, ticket.purpose)[0]) for g, bags in items]
         with self.clock.span("pool", ticket.step):
@@ -194,7 +193,7 @@ class TableShards(HostedModule, TableSource):
         return kept, idle
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Read every shard; continue after ``step`` steps. CheckpointError for exports and other tables."""
+        """Read all shards, and continue after ``step`` steps; CheckpointError for exports or other tables."""
         checkpoint = Checkpoint.open(folder)
         if checkpoint.is_exported:
             raise CheckpointError(f"{folder}: is an export, without counts of keys and state of optimizers")

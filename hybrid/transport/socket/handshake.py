@@ -168,7 +168,7 @@ class _Peer:
 
 
 def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
-    """Connect a trainer to all workers, whose addresses are in ``store``.
+    """Connect a trainer to all workers, whose addresses are in ``store``; return the connections.
 
     Raises:
         ClusterError: a worker is not reached within the timeout, or another program responds at its address.
@@ -229,13 +229,16 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Connection]:
-    """Return a worker's connections to all trainers; ClusterError if a trainer does not connect in time.
+    """Return a worker's connections to all trainers, in order.
 
     If more than ``MAX_UNAUTHENTICATED`` peers have not sent a proof, the oldest of them is disconnected.
 
     Args:
         store: the store in which the worker publishes its address.
         interface: network interface on which the worker listens for other hosts.
+
+    Raises:
+        ClusterError: a trainer does not connect in time, or ``interface`` has no address.
     """
     trainers = own.topology.trainers
     connections: dict[Role, Connection] = {}
