@@ -168,7 +168,7 @@ class Batch(NamedTuple):
         return torch.from_numpy(keys_B.view(np.int64))
 
     def split(self, count: int) -> list[Batch]:
-        """Split into ``count`` consecutive micro-batches, whose sizes differ by at most one sample.
+        """Split the batch into ``count`` consecutive micro-batches, whose sizes differ by at most one sample.
 
         Micro-batches may be empty. With a ranking loss, groups are not split, so sizes may differ more.
         """
@@ -203,9 +203,9 @@ def slice_bounds(
 
 
 def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int, int]:
-    """Return the range of samples that pads the slice ``start : stop`` to ``min_size`` samples.
+    """Return start and stop of the samples that extend the slice ``start : stop`` to ``min_size`` samples.
 
-    The range is after the slice, or before it if too few of the ``size`` samples of the batch follow.
+    They follow the slice, or precede it if too few of the ``size`` samples of the batch follow.
     """
     missing = max(0, min(min_size, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)

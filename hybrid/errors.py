@@ -83,7 +83,7 @@ class NonFiniteError(HybridError):
 
 
 class ClusterError(HybridError):
-    """A role is missing at start, failed, or was lost while running."""
+    """A role is missing at the start, failed, was lost, or broke a rule of the protocol between roles."""
 
 
 def error_kind(error: BaseException) -> str:

@@ -265,7 +265,7 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """Return the error for a file that cannot be written, with ``missing_bytes`` if the disk is full."""
+    """Return the error for a file that cannot be written. It names ``missing_bytes`` if the disk is full."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
@@ -307,7 +307,7 @@ def parse_step(folder: StoragePath) -> int:
 
 
 def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of a run's vocabulary ``name``, from the files folder of one of its checkpoints."""
+    """Return the path of a run's vocabulary ``name``, given the files folder of one of its checkpoints."""
     folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
@@ -353,7 +353,7 @@ def commit(partial: StoragePathT, manifest: Manifest) -> StoragePathT:
     """Complete a checkpoint whose roles have written all files into ``partial``; return its final path.
 
     Raises:
-        CheckpointError: a file is missing, the folder cannot be written, or another run has written it.
+        CheckpointError: a file is missing, the folder cannot be written, or the checkpoint exists already.
     """
     if (path := find_mismatch(partial, manifest.files)) is not None:
         rule = "set run.folder to storage that all hosts share"

@@ -113,7 +113,7 @@ class Checkpoint:
 
     @classmethod
     def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the newest checkpoint of a run whose files have valid checksums.
+        """Open a run's newest valid checkpoint, whose files pass :meth:`Manifest.verify`.
 
         Args:
             folder: a run folder, or a checkpoint, which is then the only candidate.
@@ -126,7 +126,7 @@ class Checkpoint:
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the best checkpoint of a run; if it is damaged or unknown, the newest valid one.
+        """Open a run's best checkpoint; if that is damaged or unknown, the newest valid checkpoint.
 
         Args:
             folder: a run folder, a checkpoint, an export, or the output of ``hybrid export --follow``, whose

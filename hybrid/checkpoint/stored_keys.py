@@ -75,8 +75,8 @@ def map_keys(
 ) -> Iterator[Arrays]:
     """Yield the arrays of each file with keys in ``buckets``, mapped into memory, in ascending order of keys.
 
-    A file may also have other keys, and more optimizer state than ``widths``. For an export, missing arrays
-    are made up: each key was read once, at step 1.
+    A file may also have other keys, and more optimizer state than ``widths``. An export lacks the records;
+    they are set as if each key had been read once, at step 1.
 
     Raises:
         CheckpointError: the table is missing, lacks arrays of these widths, or has an invalid file.
@@ -98,7 +98,7 @@ def map_keys(
 
 
 def read_keys(checkpoint: Checkpoint, table: str, buckets: range, widths: Widths) -> Iterator[StoredKeys]:
-    """Yield the keys in ``buckets`` with rows and records, file by file; errors as in :func:`map_keys`."""
+    """Yield the keys in ``buckets``, their rows and records, file by file; errors as in :func:`map_keys`."""
     for arrays in map_keys(checkpoint, table, widths, buckets):
         records, part = _join("", arrays, buckets)
         pending, _ = _join(PENDING, arrays, buckets)

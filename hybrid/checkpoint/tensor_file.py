@@ -130,7 +130,7 @@ def map_arrays(
 
 
 def release_pages(array: npt.NDArray[Any]) -> None:
-    """Remove the file of a mapped array from this process's resident memory; later reads map it again."""
+    """Drop the whole file of a mapped array from resident memory; later reads load the pages again."""
     _advise(array, mmap.MADV_DONTNEED)
 
 
@@ -170,7 +170,7 @@ def read_header(local: Path) -> bytes:
 
 @contextmanager
 def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
-    """Yield the local path of a file; fetch and verify a remote file. Errors become a CheckpointError."""
+    """Yield the local path of a file; fetch and verify a remote file. CheckpointError for a damaged file."""
     try:
         with storage.local_copy(path, sha256, root=root) as local, _reading(path):
             yield local
@@ -197,7 +197,7 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | me
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Copy a net's state dict as ``net.NAME``, and optimizer state as ``optimizer.INDEX.KEY``, to the CPU."""
+    """Return CPU copies of a net's state, ``net.NAME``, and optimizer state, ``optimizer.INDEX.KEY``."""
     tensors = {f"net.{name}": tensor for name, tensor in net.items()}
     for index, values in state.items():
         for key, value in values.items():

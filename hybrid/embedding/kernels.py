@@ -34,7 +34,7 @@ _ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted b
 
 
 def compiled(*signatures: str) -> Callable[[Function], Function]:
-    """Return a decorator that compiles for these signatures during import, before roles are forked.
+    """Return a decorator that compiles a function for these signatures at import, before roles are forked.
 
     Multiplications and additions may be fused, as in torch's gradients of weighted bags.
     """

@@ -60,7 +60,7 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of rows and optimizer state; of a growing table, with ``max_rows`` rows (0 without limit)."""
+        """Bytes of rows and optimizer state; if the table grows, of ``max_rows`` rows, 0 without a limit."""
         num_rows = self.table.expected_rows // self.count if self.table.growth else self.num_rows
         return num_rows * bytes_per_row(self.table)
 

@@ -21,12 +21,11 @@ class TableSource(Protocol):
     """The tables of one worker, or a stub that sends the calls to the worker."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingResult[list[Tensor]]:
-        """Return the vectors of each item, once the updates that the ticket requires are applied.
+        """Look up the vectors of each item, (bags, D), once the updates that the ticket requires are applied.
 
         For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
-
         Rows in bfloat16 are sent as int16, unless ``embedding.wire_dtype`` rounds vectors for training, or
         the run is in float64. Autograd computes no gradients of integers. So for ``Purpose.TRAIN``, the
         result ends with a tensor of zeros for each int16 tensor, of its shape. The gradient of these zeros is

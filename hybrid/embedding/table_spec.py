@@ -136,7 +136,7 @@ class TableSpec:
 
     @property
     def address_key(self) -> AddressKey:
-        """The key of the table's address space: equal for all tables of one width, unless they grow."""
+        """The key of the table's ``AddressSpace``: equal for all tables of one width that do not grow."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:
@@ -162,7 +162,7 @@ class TableSpec:
 
     @property
     def width(self) -> int:
-        """Values per sample, for a table from :meth:`for_feature`: all vectors, and a sequence's length."""
+        """Number of values per sample, with the length of a sequence; only from :meth:`for_feature`."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 

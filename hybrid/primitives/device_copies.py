@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``.
+    """Return ``tensor`` on ``device``. If it is there already, return it unchanged.
 
     From the CPU to a GPU, the tensor and later its gradient are copied asynchronously. Only the consumer of
     the gradient waits; the GPU continues the backward pass. ``tensor`` must not change during the copy.

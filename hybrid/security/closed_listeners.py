@@ -32,7 +32,7 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """After the ``with`` block, close the listening sockets that this process opened in the block.
 
-    Connections that these sockets accepted are closed, too, except those from the group. All members
+    Connections that these sockets accepted are closed, too, unless a role of the group made them. All roles
     share ``store``, call this function, and must be connected to each other at the end of the block.
     """
     with _sockets() as before:

@@ -40,7 +40,7 @@ _WRITTEN = b"w"
 class SharedSlots:
     """Sums of tensors over the trainers of one host; created by :meth:`join`.
 
-    A process group would send TCP messages: 2 ms for 2 MB on 2 idle cores.
+    A process group would send TCP messages, which take 2 ms for 2 MB on 2 idle cores.
 
     Args:
         members: the trainers, by rank in their process group.
@@ -68,7 +68,7 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
-        They can if 2 to ``MAX_MEMBERS`` processes have one user, host and network, and all ``may_share``.
+        They can if all ``may_share``, and if 2 to ``MAX_MEMBERS`` trainers have one host, network and user.
 
         Args:
             group: a process group whose backend supports CPU tensors.

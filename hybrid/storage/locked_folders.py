@@ -36,8 +36,8 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
     the end, a folder that was created and is still empty is removed.
 
     Raises:
-        ConfigError: another run holds the lock longer than ``wait_seconds``, or the folder cannot be created;
-            for the configuration key ``key``.
+        ConfigError: another run holds the lock longer than ``wait_seconds``, or the folder cannot be created.
+            The error names the configuration key ``key``.
         StorageError: the lock file is a symbolic link, or not a regular file.
     """
     path = folder / LOCK_FILE

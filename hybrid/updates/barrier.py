@@ -174,7 +174,7 @@ class UpdateBarrier(Generic[Contribution]):
     def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
         """Set the number of a trainer's lookups with gradients in a step; one per micro-batch by default.
 
-        Call this before gradients of the previous number of lookups have arrived: the update may then begin.
+        Call this before gradients of the previous number of lookups have arrived, or the update may begin.
         """
         with self._changed:
             self._ledger.set_num_lookups(trainer, step, number)

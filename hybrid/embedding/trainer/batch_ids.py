@@ -115,6 +115,7 @@ class BatchIds:
 
         Args:
             weights_L, pooling: see :meth:`pooling_weights`.
+            dtype, offsets_dtype: types of the addresses and of the offsets of the bags.
         """
         capacity = int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
         addresses = torch.empty(capacity, dtype=dtype)

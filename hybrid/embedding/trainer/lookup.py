@@ -141,7 +141,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the tensors of all responses by worker; ignore zeros at the end."""
+        """Return the outputs, given the vectors of all workers in order; ignore the zeros after them."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -157,7 +157,7 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Order gradients as the tensors of :meth:`assemble`. Zeros get the gradients of int16 tensors."""
+        """Return the gradients of the tensors of :meth:`assemble`. Zeros get those of the int16 tensors."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]

@@ -60,9 +60,9 @@ def append(items: Items, worker: int, item: Item) -> Slot:
 class AddressSpace:
     """An integer address for every row of some tables of one width.
 
-    Each group with one of these tables has a segment of the address range. So one sort finds the distinct
-    rows of all tables and workers. A growing table has a separate address space: the addresses are its keys,
-    and each shard has a segment of the keys.
+    Each ``ShardGroup`` with one of these tables has a segment of the address range. So one sort finds the
+    distinct rows of all tables and workers. A growing table has a separate address space: the addresses are
+    its keys, and each shard has a segment of the keys.
 
     Args:
         locations: locations of the shards of each table. A table may occur several times.

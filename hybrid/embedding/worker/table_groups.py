@@ -47,8 +47,8 @@ class ReusedBuffers:
     """Memory for large tensors, reused after the tensors are deleted.
 
     The first write to new memory costs more than a copy: the system clears each page, and the host of a
-    virtual machine may have to allocate one. The system may reclaim an unused buffer
-    (``MADV_FREE``), and counts it as available memory. Any thread may call the methods.
+    virtual machine may have to allocate one. The system may reclaim an unused buffer (``MADV_FREE``), and
+    counts the buffer as available memory. Any thread may call the methods.
     """
 
     def __init__(self) -> None:

@@ -105,9 +105,9 @@ class SocketClient:
         self._writable.register(self._connection, select.POLLOUT)
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
-        """Send a call of ``function(plain, tensors)``. If sending fails, so does the reply.
+        """Send a call of ``function(plain, tensors)``; if sending fails, so does the reply.
 
-        A tensor on a GPU raises ClusterError.
+        Errors of :meth:`Frames.seal` are raised.
         """
         reply = Reply(self)
         with self._sending:
