@@ -53,7 +53,7 @@ class SparseFeatures(NamedTuple):
     """Ids of K sparse features for B samples, feature-major.
 
     Attributes:
-        ids_L: int64 row numbers within each feature's table.
+        ids_L: int64 row numbers within each feature's table; keys if the table grows.
         offsets: int64 of shape (K * B + 1), the starts of the bags in ``ids_L`` and the end of the last bag;
             None if each bag has exactly one id.
         weights_L: float32 weight of each id within its bag, or None for all ones.

@@ -27,7 +27,7 @@ class HybridError(Exception):
 
     @property
     def kind(self) -> type[Exception]:
-        """OutageError if an OutageError caused this error, directly or not; else ``type(self)``."""
+        """OutageError if that caused this error, directly or by other HybridErrors; else ``type(self)``."""
         cause = self.__cause__
         is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
         return OutageError if is_outage else type(self)

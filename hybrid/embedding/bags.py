@@ -20,7 +20,7 @@ _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 class Bags(NamedTuple):
     """Bags of ids to look up in one weight matrix."""
 
-    ids_L: Tensor  # rows of the matrix, int32 or int64
+    ids_L: Tensor  # rows of the matrix, int32 or int64; for a growing table, keys
     # Where each bag starts, of shape (bags + 1) and the type of the ids; None for one id per bag.
     offsets: Tensor | None = None
     # Weight of each id within its bag, or None for ones; for sum pooling only.

@@ -1,6 +1,6 @@
 """Files of this machine and of object stores. Without torch.
 
 ``remote_path`` parses paths and URLs. ``files`` reads, writes, lists and removes files of both kinds.
-``object_stores`` sends requests to stores. ``private_files`` creates folders that only their owner can read.
+``object_stores`` sends requests to stores. ``private_files`` creates private folders, and refuses links.
 ``locked_folders`` locks folders, and creates folders atomically. ``file_formats`` reads JSON and arrays.
 """

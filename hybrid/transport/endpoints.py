@@ -68,6 +68,7 @@ def process_status() -> ProcessStatus:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """Return a future of the vectors that a lookup reads from this worker's tables."""
     use_configured_threads()
     number, ticket, items = plain
     tables: TableShards = running.objects[number]
@@ -87,6 +88,7 @@ def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Ten
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
+    """Return a future of the output of a dense net on this worker."""
     use_configured_threads()
     net: HostedNet = running.objects[number]
     return net.call(Ticket.of(ticket), hidden_BH)

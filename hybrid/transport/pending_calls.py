@@ -32,7 +32,7 @@ class Failure:
     """An exception that a call raised on the process that executed it."""
 
     message: str
-    kind: str  # name of the exception's class
+    kind: str  # name of the exception's class, from error_kind
     is_self_contained: bool  # whether the message is complete without role and host
     host: str
     is_logged: bool  # whether the traceback is in the log of that process
@@ -49,7 +49,7 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
-        """The class of the exception, if it is in ``hybrid.errors``; else Exception."""
+        """The :attr:`HybridError.kind` of the exception; Exception if it is not in ``hybrid.errors``."""
         return error_class(self.failure.kind)
 
 

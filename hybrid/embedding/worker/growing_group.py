@@ -176,6 +176,7 @@ class GrowingGroup(TableGroup):
         self._evicted = []
 
     def take_changes(self) -> dict[str, dict[str, Tensor]]:
+        """Return changed rows with their keys, and evicted keys, by file of a delta; forget the changes."""
         assert self._is_changed_R is not None
         records_R2, _ = self._keys.state()
         is_changed_R = self._is_changed_R[: len(records_R2)].numpy() & (records_R2[:, 1] >= 0)

@@ -147,6 +147,7 @@ class TableGroup:
         return {each.file_name: partial(self.shard_tensors, each, tensors) for each in self.group.shards}
 
     def track_changes(self) -> None:
+        """Start to record which rows updates change; forget earlier changes."""
         self._is_changed_R = self._zeros((len(self.weight_RD),), torch.bool)
 
     def note_changes(self, rows: Tensor | slice) -> None:
