@@ -75,7 +75,7 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Return metrics by full name, after :meth:`tie_equal_samples`; ConfigError if a custom metric fails.
+        """Return metrics by ``metric_name``, after :meth:`tie_equal_samples`; ConfigError if a metric fails.
 
         Args:
             is_weighted: whether samples count by their weights; samples of weight 0 are always left out.

@@ -243,7 +243,7 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def dense_file(trainer: int) -> str:
-    """Return the name of the file for the dense net of the trainer with this index."""
+    """Return the name of the file for the dense net of trainer number ``trainer``."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 

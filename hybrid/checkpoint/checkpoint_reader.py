@@ -190,7 +190,7 @@ class Checkpoint:
         return mapped
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
-        """Read all rows of a table that does not grow, in their data type; errors as in :meth:`map_rows`."""
+        """Read all rows of a table that does not grow, in the stored type; errors as in :meth:`map_rows`."""
         mapped = self.map_rows(table, *shape)
         weights = [shard["weight"] for shard in mapped.shards]
         kind = weights[0].dtype

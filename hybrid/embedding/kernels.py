@@ -1,8 +1,8 @@
 """Numba kernels over ids and rows, for operations that torch lacks. They release the GIL.
 
-Kernels copy values and add weighted values; torch does all other arithmetic of optimizers. Additions have a
-fixed order, so results for the same input are bit-identical. Bounds are not checked. Machine code is cached
-beside the source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
+Kernels copy and round values, and add weighted values; torch does all other arithmetic of optimizers. Sums
+have a fixed order, so results for the same input are bit-identical. Bounds are not checked. Machine code is
+cached beside the source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
 
 The permutation ``order_L`` sorts the ids of a lookup stably: ``ids_L[order_L]`` ascends. For U distinct ids,
 ``starts_V`` (U + 1) has the bounds of the runs of equal ids in the sorted ids. An address is the number of a
