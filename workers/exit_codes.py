@@ -105,10 +105,10 @@ def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
 
 
 def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
-    """Return AGAIN if a restart of a failed run may help, else FAILED.
+    """Return FAILED if a restart of a failed run would fail in the same way, else AGAIN.
 
-    ``has_stepped``: whether the run took a step since its start. Before the first step, an exception or a
-    lack of memory comes from code or settings and would occur again.
+    Errors that the user must correct occur again. So do an exception and a lack of memory before the first
+    step; ``has_stepped`` is whether the run took a step since its start.
     """
     is_final = cause is Cause.REFUSED or (cause in (Cause.EXCEPTION, Cause.STARVED) and not has_stepped)
     return ExitCode.FAILED if is_final else ExitCode.AGAIN
@@ -136,8 +136,8 @@ def handling(
 ) -> Iterator[dict[int, Any]]:
     """Call ``handle`` at each of these signals during this block, which runs in the main thread.
 
-    Yields the previous handlers by signal number. Ignored signals stay ignored, such as SIGHUP under nohup.
-    If the block sets another handler, that handler stays after the block.
+    Ignored signals stay ignored, such as SIGHUP under nohup. Yields the previous handlers of the other
+    signals, by number. If the block sets another handler, that handler stays after the block.
     """
     previous: dict[int, Any] = {
         each: handler for each in numbers if (handler := signal.getsignal(each)) != signal.SIG_IGN
@@ -205,10 +205,10 @@ class StopRequest:
 
 @contextmanager
 def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
-    """Call ``forward(number)`` at each signal in this block, so that the role reports it to the master.
+    """Call ``forward(number)`` at each stop signal or SIGUSR1, so that the role reports it to the master.
 
-    If any signal has come before, Ctrl-C ends the role at once. Other signals never do, because a scheduler
-    may send them to all roles, and more than once.
+    If such a signal has come before, Ctrl-C ends the role at once. Other signals never do, because a
+    scheduler may send them to all roles, and more than once. Ignored signals stay ignored.
     """
     received = list[int]()
 

@@ -23,7 +23,7 @@ _NUMBA_FILE = Path(".numba_config.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; if it fails, print a line and exit with a :class:`workers.exit_codes.ExitCode`."""
+    """Run one command; after a HybridError or a stop, print a line and exit with an :class:`ExitCode`."""
     started_at = time.time()
     # torch's C++ code logs each broken connection with a stack; the roles report the connection in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -67,7 +67,7 @@ def _name(options: argparse.Namespace) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raise Interrupt on the first signal in this block; later signals are ignored."""
+    """Raise Interrupt at the first stop signal that this process does not ignore; ignore later signals."""
 
     def interrupt(number: int, _: object) -> None:
         for each in handled:

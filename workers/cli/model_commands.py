@@ -64,7 +64,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Print the metrics of a trained model on labeled files, or on the run's test rows without ``inputs``.
 
-    Arguments and errors are as for :func:`predict`. The result is a summary for JSON, with the metrics.
+    Arguments and errors are those of :func:`predict`, without "-". The result is a summary for JSON.
     """
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:

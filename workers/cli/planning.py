@@ -76,7 +76,7 @@ class Plan:
 
 
 def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> dict[str, Any]:
-    """Print the placement, traffic and memory; return them for JSON. See :func:`expected_data` for errors."""
+    """Print a plan, and return it for JSON; errors as for :func:`expected_data` and :func:`make_plan`."""
     input_spec, means = expected_data(config, ids_per_sample)
     plan = make_plan(config, input_spec, means, hosts)
     transfers = _table("transfer", "messages a step", "MiB a step")

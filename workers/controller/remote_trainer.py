@@ -158,7 +158,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's lanes (partitions) of a stream unit, after ``unit.step`` steps."""
+        """Begin to read this trainer's lanes (partitions) of a unit, after the unit's ``unit.step`` steps."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -182,12 +182,12 @@ class Trainer:
         self._engine.feed.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position of each lane of this trainer after ``step`` steps of the opened unit."""
+        """Return the position of each of this trainer's lanes after ``step`` steps; empty for a topic."""
         assert self._reader is not None
         return self._reader.positions(step)
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows of this trainer's lanes of the unit; DataError if there are too many."""
+        """Report the invalid rows that this trainer read in the unit; DataError if files have too many."""
         assert self._reader is not None
         return self._reader.invalid_rows()
 

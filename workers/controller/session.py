@@ -198,7 +198,7 @@ class Session:
         return {key: value * factor for key, value in values if key.endswith(".learning_rate")}
 
     def take_profile(self) -> Profile:
-        """Return the profile of the steps recorded since the last call; ConfigError if there are none."""
+        """Return the profile of the steps recorded since the last call; ConfigError if there are no steps."""
         self._flush()
         spans: dict[Role, list[Span]] = defaultdict(list)
         responses = transport.gather([each.call(JobObject.take_spans) for each in self._objects])
@@ -411,7 +411,7 @@ class DatasetSession(Session):
     def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
         """Take steps of one epoch, after ``steps_before`` steps of the run; return each trainer's report.
 
-        A session of a stream takes fewer steps if rows are missing or a delta is due.
+        A session of a stream takes fewer steps if rows are missing, the unit ends, or a delta is due.
         """
         epoch, first_step = divmod(steps_before, self.steps_per_epoch)
         timeout = self._timeout_seconds(num_steps)

@@ -63,7 +63,7 @@ class StreamSession(DatasetSession):
 
     Attributes:
         encoder: fitted on a sample of the first unit. With ``train.initial``, it scales numbers as the
-            initial model does. With ``scaling_momentum``, the scaling follows each unit.
+            initial model does. With ``scaling_momentum``, each unit changes the scaling.
     """
 
     def __init__(

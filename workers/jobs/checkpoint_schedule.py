@@ -113,7 +113,7 @@ class RunCounts:
             self.unit.add(report.outputs, report.labels)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the counts for a checkpoint: numbers, and tensors of the reports since the last log step."""
+        """Return numbers, and tensors: the reports since the last log step, the metrics of a stream unit."""
         values = {
             "samples": self.samples,
             "seconds": self.seconds,
@@ -290,7 +290,7 @@ class Checkpoints:
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
-        """Add the evaluation to this step's checkpoint, if a stopped run wrote the checkpoint without one."""
+        """If a stopped run wrote this step's checkpoint without its evaluation, add the evaluation."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self.run.sync()

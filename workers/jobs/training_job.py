@@ -42,7 +42,7 @@ def is_patience_over(
     start: int = 0,
     undefined: Sequence[int] = (),
 ) -> bool:
-    """Return whether a run ends after ``step``: ``train.patience`` evaluations have not improved on ``best``.
+    """Return whether a run ends after ``step``, because ``train.patience`` evaluations brought no progress.
 
     The step determines the count of evaluations, so a resumed run ends at the same step. If ``best`` is None,
     all evaluations after step ``start`` count. Evaluations at the steps ``undefined`` do not count.
@@ -56,7 +56,7 @@ def is_patience_over(
 class Training:
     """A job that trains: it begins at step 0 or at a checkpoint, and ends with the summary of the run.
 
-    The run folder is written only after all roles have their tables and nets.
+    The files of the run folder, except logs, are written only after all roles have their tables and nets.
 
     Attributes:
         doing: current activity, for error messages.

@@ -48,8 +48,8 @@ _NO_NETWORK_TEXTS = (
 def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     """Run a cluster on this machine; return when the task is done and every process has ended.
 
-    If a role fails, a training run restarts from its newest checkpoint. A script restarts only if it has
-    called ``cluster.resume``, and only if the failure is not an exception.
+    If a role fails and a restart may help, a training run restarts from its newest checkpoint. A script
+    restarts only if it has called ``cluster.resume``, and after an exception it never does.
 
     Args:
         folder: the local folder of the run or script; ``folder/logs`` gets the logs of the roles.
@@ -58,7 +58,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     Raises:
         ReportedError: a role failed, and the cluster is not restarted; the message has the cause.
         HybridError: the cluster cannot start on this host; the message has the reason.
-        Interrupt: the user or the system requested a stop of a training run.
+        Interrupt: the user or the system requested a stop.
     """
     allow_open_files(config.cluster)
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 
 
 def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextManager[None]:
-    """Serve metrics of the run in ``folder`` if ``cluster.metrics_port`` is set; ConfigError on failure."""
+    """Return a context that serves metrics on ``cluster.metrics_port``, if set; ConfigError if it cannot."""
     if not cluster.metrics_port:
         return nullcontext()
     try:

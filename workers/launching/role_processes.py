@@ -57,7 +57,7 @@ class RoleFailure:
 
 
 def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
-    """Return the failure that a role reports for ``error``, with the path of the log with the traceback."""
+    """Return the failure that a role reports for ``error``; if a log has the traceback, name the log."""
     from hybrid import transport
 
     message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
@@ -69,7 +69,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes of this control group, or else of this machine, were killed for memory."""
+    """Return the kernel's count of kills for lack of memory, in this control group or machine; else 0."""
     counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
     for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
@@ -147,7 +147,8 @@ class RoleProcesses:
     def wait(self) -> RoleFailure | None:
         """Wait for the end of all roles; return the failure to report, or None if no role failed.
 
-        The wait is short after a failure or the end of the master, so some roles may still run afterwards.
+        After a failure or the end of the master, the wait is short, so some roles may still run afterwards.
+        If no role has failed then, a role that still runs is the failure.
         """
         while self._running:
             left = _WAIT_SECONDS

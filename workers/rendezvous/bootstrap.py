@@ -188,7 +188,7 @@ def lead(
         code_of: returns the exit code of the roles for an error that ends the cluster.
 
     Raises:
-        ClusterError: a role is missing, or was lost.
+        ClusterError: a role is missing, was lost, has failed, or cannot be reached.
         HybridError: a role has other versions, or this host does not have the configured interface.
     """
     section = config.cluster
@@ -237,7 +237,7 @@ def join(
             interface, or the master has another secret.
         HybridError: the cluster has no such role, the master has other versions, or the limit of open files
             is too low.
-        StoppedError: the run or the master has ended; see its exit code.
+        StoppedError: the run or the master has ended; the attribute ``code`` is the exit code for this role.
     """
     own = apply_settings(RunConfig(), settings).cluster
     channel = connect(address, secret, _FIRST_INTERVAL, own.start_timeout_seconds)
@@ -352,6 +352,7 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
 
     Raises:
         ClusterError: this role cannot connect to another role.
+        DistStoreError: another role has not checked in time.
     """
     hosts = json.loads(store.get(_HOSTS))
     if len({network for _, network in hosts.values()}) == 1:
@@ -386,7 +387,7 @@ def _signal_main_thread(number: int) -> None:
 
 
 def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
-    """Stop every trainer and worker; called by the master. If the message has a reason, await their ends."""
+    """Stop all trainers and workers, as the master. With a reason, wait at most 5 s until they have left."""
     if not message.reason:
         cluster.store.set(STOP, f"{message.code:d}")
     elif cluster.rendezvous is not None:
@@ -394,13 +395,13 @@ def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
 
 
 def serve(role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()) -> ExitCode:
-    """Join a cluster, serve the master's calls until the master stops this role, and return the exit code."""
+    """:func:`join` a cluster, serve calls until the master stops this role, and return the exit code."""
     with join(role, address, secret, settings) as cluster:
         return await_stop(cluster)
 
 
 def await_stop(cluster: JoinedCluster) -> ExitCode:
-    """Serve calls until the master stops this role; return the exit code. StoppedError if the run fails."""
+    """Serve calls until the master stops this role; return the exit code. ClusterError if the run fails."""
     while not _is_set_within(cluster.store, STOP, _LONGEST_WAIT):
         pass
     return ExitCode(int(cluster.store.get(STOP)))

@@ -1,7 +1,4 @@
-"""Checks of a role's host: its address, its network interface and the limit of open files.
-
-This module does not import torch.
-"""
+"""Checks of a role's host: address, network interface, limit of open files. Does not import torch."""
 
 import errno
 import ipaddress
@@ -40,7 +37,7 @@ class MasterAddress:
 
     @classmethod
     def parse(cls, text: str) -> "MasterAddress":
-        """Parse ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``; ConfigError if the text has another form."""
+        """Parse ``HOST[:PORT]`` or ``[IPv6][:PORT]``; without a port, use 29300. ConfigError if invalid."""
         host, port = ClusterSection(master=text).master_endpoint
         is_host = re.fullmatch(r"[^:\[\]\s]+", host) or _ip_address(host) is not None
         if not is_host or port > LARGEST_PORT or text.endswith(":0"):

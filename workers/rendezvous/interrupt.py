@@ -20,7 +20,7 @@ _SIGNAL = signal.SIGRTMIN  # schedulers use SIGUSR1 as a warning
 
 
 class StoppedError(ReportedError):
-    """Another role reported that the run has failed or ended."""
+    """The run has failed or ended: another role reported it, or the connection to another role closed."""
 
 
 class LostRoleError(ClusterError):

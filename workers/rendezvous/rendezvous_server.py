@@ -54,7 +54,7 @@ class RendezvousServer:
     Args:
         listener: a listening socket; closed at the end.
         config: configuration of the run; sent to each role that registers.
-        on_failure: called with an error if a role is lost or has other versions, or if this server fails.
+        on_failure: called with an error if a role fails, is lost or has other versions, or this server fails.
         on_signal: called with the number of a stop signal that a role has received.
         end_reason: why the run has ended, for roles that register later; empty if the run has not ended.
     """
@@ -195,7 +195,7 @@ class RendezvousServer:
             writer.close()
 
     async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the connection's cipher; if the peer does not have the secret, close it, and return None.
+        """Return the connection's cipher; close it and return None if the peer cannot prove the secret.
 
         The number of unauthenticated peers, their time and their memory are limited.
         """

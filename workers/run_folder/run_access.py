@@ -158,7 +158,7 @@ def record_script_folder(scratch: Path, folder: StoragePath) -> None:
 
 
 def script_folder(scratch: Path) -> StoragePath | None:
-    """Return the folder of a script's checkpoints, recorded in ``scratch``; None if there is no record."""
+    """Return the script's checkpoint folder recorded in ``scratch``; None if there is none, or for a run."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
     return parse_path(files.read_text(path)) if path.is_file() and not is_run else None
@@ -293,7 +293,7 @@ def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: 
     """Return the configuration of a run to resume, with overrides (``section.key=value``).
 
     Raises:
-        ConfigError: there is no run, but perhaps a checkpoint; an override changes the model or the data;
+        ConfigError: ``run`` contains no run, or is a checkpoint; an override changes the model or the data;
             or, unless ``trust_code``, a value needs this user's signature and has none.
     """
     if not files.is_file(run / CONFIG_FILE):

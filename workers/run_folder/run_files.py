@@ -77,12 +77,12 @@ class RunFolder:
         unit: str = "",
         loggers: RunLoggers | None = None,
     ) -> RunFolder:
-        """Open the folder of a run that resumes after ``step``; drop the result and records of later steps.
+        """Open the folder of a run that resumes after ``step``; drop what the run will write again.
 
-        The folder may be empty or missing, if the run was killed early.
+        These are the result, and records of later steps and of the last test. The folder may be missing.
 
         Args:
-            is_evaluated: whether no evaluation at ``step`` is due; else an earlier record of it is dropped.
+            is_evaluated: False if the evaluation at ``step`` is still due; then its old record is dropped.
             unit: the unit of a stream in which the run resumes; a record of its end at ``step`` is dropped.
         """
         with run_write_errors(path):
