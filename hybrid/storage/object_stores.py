@@ -214,7 +214,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder (Google's store all files below), empty if missing; OSError if its bucket is missing."""
+    """List a folder (Google's store: all files below), empty if missing; OSError if its bucket is missing."""
     from pyarrow import fs
 
     kind = filesystem.type_name

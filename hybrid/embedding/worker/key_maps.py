@@ -318,8 +318,8 @@ class KeyMap:
     def sweep(self, step: int) -> Ints:
         """Remove seldom-read keys of the buckets that ``step`` selects; return removed keys that had rows.
 
-        Three kinds of keys are removed: pending keys with a count of 0, keys whose rows were not read for
-        over ``evict_after`` steps, and, if a bucket is over 7/8 of its limit, keys with the lowest counts.
+        Three kinds of keys are removed: pending keys with a count of 0; keys with rows that no step has read
+        for over ``evict_after`` steps; keys with the lowest counts, if a bucket is over 7/8 of its limit.
         Among equal counts, keys that were read earlier are removed first, then lower keys. Keys that are read
         at ``step`` stay.
         """
