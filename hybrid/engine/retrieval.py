@@ -58,7 +58,7 @@ class ItemRanking:
     """The ranks of items among all items; ``feature`` is the index of the item column.
 
     Raises:
-        ConfigError: the item column has keys of a growing table, or several ids per sample.
+        ConfigError: the item column has keys of a growing table, several ids per sample, or no values.
     """
 
     def __init__(self, config: RunConfig, input_spec: InputSpec) -> None:
@@ -68,10 +68,13 @@ class ItemRanking:
         self.feature = names.index(task.item)
         self._spec = input_spec
         item = input_spec.sparse_features[self.feature]
+        key, self.num_items = f"tasks.{next(iter(config.tasks))}.type", item.num_rows - 1
         if item.is_growing or item.multi_hot:
             rule = "item must be a column of one id per row, with a vocabulary that does not grow"
-            raise ConfigError(f"tasks.{next(iter(config.tasks))}.type", rule, task.item)
-        self.num_items = item.num_rows - 1
+            raise ConfigError(key, rule, task.item)
+        if not self.num_items:
+            rule = "the vocabulary of this column keeps no value; lower its min_count"
+            raise ConfigError(key, rule, task.item)
 
     def item_vectors(self, outputs_of: Callable[[Batch], Tensor]) -> Tensor:
         """Return ``items_ID``, on the CPU: the vector of each item, from row 1 of the item table on.

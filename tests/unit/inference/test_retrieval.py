@@ -137,3 +137,9 @@ def test_hashed_items_have_metrics_but_no_names(tmp_path: Path) -> None:
     assert evaluate(run, [])["metrics"]["num_samples"] > 0
     with pytest.raises(ConfigError, match=r"^--top-k.*: .*vocabulary"):
         predict(run, [], tmp_path / "p.csv", top_k=3)
+
+
+def test_a_vocabulary_without_items_is_refused(tmp_path: Path) -> None:
+    config = choices_config(tmp_path, data={"vocabulary": "build(min_count = 999)"})
+    with pytest.raises(ConfigError, match=r"^tasks\.choice\.type = 'item': .* min_count$"):
+        evaluate(write_trained(tmp_path / "run", config), [])
