@@ -19,14 +19,14 @@ from rich.control import Control
 from rich.segment import ControlType
 
 from hybrid.config import ClusterSection, RunConfig
-from hybrid.errors import ClusterError, ConfigError, HybridError
+from hybrid.errors import ClusterError, ConfigError, HybridError, StorageError
 from hybrid.security.secret import Secret
 from hybrid.storage.private_files import open_file
 from hybrid.storage.remote_path import StoragePath, is_url
 from workers.cluster_task import Task, TrainTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
-from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRequest, code_of
+from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRequest, code_of, exit_code
 from workers.launching.fork_server import ForkServer
 from workers.launching.role_processes import RoleFailure, RoleProcesses
 from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback, listen
@@ -75,7 +75,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
             failure = _run_once(roles, task, stop)
             if failure is None:
                 return
-            if restarts.is_finished():
+            if restarts.is_finished(failure):
                 _report(task, f"{failure.message}; the run had finished, nothing is lost")
                 return
             is_train = isinstance(task, TrainTask)
@@ -184,7 +184,7 @@ class Restarts:
 
     def plan_restart(self, failure: RoleFailure) -> str:
         """Record a restart, and return a message about it; ReportedError if the run must not restart."""
-        before, now = self._at_start, RunState.of(self._folder)
+        before, now = self._at_start, self._state(failure)
         has_stepped = now.has_stepped_since(before)
         if now.resumed_step > before.resumed_step:
             self._without_checkpoint, self._first = 0, None
@@ -226,9 +226,16 @@ class Restarts:
 
     def code_of(self, failure: RoleFailure) -> ExitCode:
         """Return the exit code after ``failure``, for a run that is not restarted."""
-        return code_of(failure.cause, RunState.of(self._folder).has_stepped_since(self._at_start))
+        return code_of(failure.cause, self._state(failure).has_stepped_since(self._at_start))
 
-    def is_finished(self) -> bool:
-        """Whether the run has finished since the last start."""
-        result = RunState.of(self._folder).result
+    def is_finished(self, failure: RoleFailure) -> bool:
+        """Return whether the run had finished since the last start, before ``failure``."""
+        result = self._state(failure).result
         return result is not None and result != self._at_start.result
+
+    def _state(self, failure: RoleFailure) -> RunState:
+        """Return the state of the run; if its store refuses, a ReportedError also has ``failure``."""
+        try:
+            return RunState.of(self._folder)
+        except StorageError as error:
+            raise ReportedError(f"{failure.message}; {error}", exit_code(error)) from error

@@ -5,13 +5,15 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from hybrid.config import ClusterSection, DataSection, RunConfig, TableSection
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, OutageError
+from hybrid.storage import files
 from hybrid.storage.remote_path import parse_path
-from workers.exit_codes import Cause
+from workers.exit_codes import Cause, ExitCode, ReportedError
 from workers.launching.fork_server import enter_network_namespace
 from workers.launching.launcher import Restarts, namespace_hint, uses_namespace
 from workers.launching.role_processes import RoleFailure
@@ -89,11 +91,21 @@ def test_other_causes_are_followed_by_a_restart(cause: Cause, restarts: Restarts
 def test_a_resumed_run_has_finished_with_a_new_result(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{}")
     restarts = Restarts(tmp_path, 3)
-    assert not restarts.is_finished()
+    assert not restarts.is_finished(KILLED)
     (tmp_path / "result.json").unlink()
-    assert not restarts.is_finished()
+    assert not restarts.is_finished(KILLED)
     (tmp_path / "result.json").write_text('{"auc": 1}')
-    assert restarts.is_finished()
+    assert restarts.is_finished(KILLED)
+
+
+def test_failure_is_reported_if_the_store_is_down(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "find_entry", Mock(side_effect=OutageError("s3://runs: is down")))
+    for decide in (restarts.is_finished, restarts.plan_restart, restarts.code_of):
+        with pytest.raises(ReportedError, match=r"^worker 0 was killed; s3://runs: is down$") as ended:
+            decide(KILLED)
+        assert ended.value.code is ExitCode.AGAIN
 
 
 def test_a_record_that_cannot_be_written_does_not_stop_the_run(restarts: Restarts, tmp_path: Path) -> None:
