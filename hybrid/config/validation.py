@@ -218,6 +218,9 @@ def _check_dense(config: RunConfig) -> None:
     if dense.compile != "none" and dense.parallel != "none":
         key = "several devices in dense.device" if dense.parallel == "replicas" else "dense.tensor_size"
         raise ConfigError("dense.compile", f"must be none with {key}", dense.compile)
+    if dense.optimizer_call[0] in ("Adafactor", "Muon") and dense.tensor_size:
+        rule = "needs whole matrices, but with dense.tensor_size each trainer has a slice of them"
+        raise ConfigError("dense.optimizer", rule, dense.optimizer)
     if dense.tensor_size:
         _check_tensor(dense, config.cluster.trainers)
     elif dense.tensor_plan:
@@ -263,9 +266,6 @@ def _check_tensor(dense: DenseSection, trainers: int) -> None:
     if dense.net_call.name not in NETS and not dense.tensor_plan:
         rule = 'must say how the layers of a custom net are split, such as "head.0 = colwise_gathered"'
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
-    if dense.optimizer_call[0] in ("Adafactor", "Muon"):
-        rule = "needs whole matrices, but with dense.tensor_size each trainer has a slice of them"
-        raise ConfigError("dense.optimizer", rule, dense.optimizer)
 
 
 def _check_train(config: RunConfig) -> None:

@@ -87,6 +87,7 @@ COMBINATIONS = [
     ("dense.tensor_size=2 + dense.compile=inductor", "dense.compile"),
     ("dense.tensor_size=2 + dense.optimizer=Muon", "dense.optimizer"),
     ("dense.tensor_size=2 + dense.device=cpu,cpu", "dense.device"),
+    ("dense.optimizer=SGD(", "dense.optimizer"),
     ("dense_groups.g.parameters=* + dense_groups.g.optimizer_options=lr = 0",
      "dense_groups.g.optimizer_options"),
     (f"train.update=async + embedding.optimizer={ALL_ROWS}", "embedding.optimizer"),
