@@ -391,7 +391,7 @@ def _cut_to_lines(
     """Yield ``chunks`` as normalized blocks of complete lines; DataError if a line is longer than 16 MiB.
 
     Args:
-        chunks: cut anywhere. Lines that end in a chunk are yielded before the next chunk is read.
+        chunks: of at most 16 MiB, cut anywhere. Lines that end in one are yielded before the next is read.
         is_start: whether the chunks start the file, so that a byte order mark is removed.
     """
     rest = b""
@@ -399,13 +399,13 @@ def _cut_to_lines(
         chunk = chunk.removeprefix(_BYTE_ORDER_MARK) if is_start else chunk
         is_start = False
         cut = chunk.rfind(b"\n") + 1
+        if len(rest) + (chunk.find(b"\n") if cut else len(chunk)) > MAX_LINE_BYTES:
+            raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
         if cut:
             yield from _limit_lines(_normalize(b"".join((rest, memoryview(chunk)[:cut])), layout))
             rest = chunk[cut:]
         else:
             rest += chunk
-        if len(rest) > MAX_LINE_BYTES:
-            raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
     if rest:
         yield from _limit_lines(_normalize(rest + b"\n", layout))
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -509,11 +510,13 @@ def test_binary_formats_are_refused(tmp_path: Path, content: bytes, columns: tup
     assert str(raised.value).isprintable()
 
 
-def test_too_long_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited_text, "MAX_LINE_BYTES", 1 << 20)
-    path = write(tmp_path / "a.csv.gz", gzip.compress(b"1" * (4 << 20)))
-    with pytest.raises(DataError):
-        read(LINES, path, block_bytes=1 << 18)
+@pytest.mark.parametrize("start", [0, 9, 17])
+def test_too_long_line_is_refused(start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited_text, "MAX_LINE_BYTES", 20)
+    for length in (20, 21):
+        path = write(tmp_path / "a.csv", b"\n" * start + b"1,2,%b\n" % (b"a" * (length - 4)))
+        with nullcontext() if length == 20 else pytest.raises(DataError, match="a line is longer"):
+            read(LINES, path, block_bytes=20)
 
 
 NOTED = DataSection(format="csv", dense=("x",), sparse=("city",), max_invalid_fraction=1.0)
