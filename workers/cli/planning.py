@@ -86,12 +86,15 @@ def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) ->
     lines = [
         f"memory      {_gib(plan.worker_bytes)} a worker, with a copy of its rows for checkpoints; "
         f"{_gib(plan.trainer_bytes)} a trainer",
-        f"            {verdict}: a host needs {_gib(plan.host_bytes)} of its {_gib(hosts.memory_bytes)}",
+        f"            {verdict}: a host needs {_gib(plan.host_bytes)} of its {_gib(hosts.memory_bytes)}, "
+        "besides 0.4 GiB for PyTorch and the master",
         f"network     a step takes at least {plan.network_seconds * 1e3:,.1f} ms between hosts",
     ]
     if not all(shard.table.expected_rows for shard in plan.placement.shards):
         rule = f"tables without max_rows are assumed to have {UNLIMITED_ROWS:,} rows each"
         lines.append(f"growing     {rule}")
+    if any(each.multi_hot and each.name not in means for each in input_spec.sparse_features):
+        lines.append("multi-hot   columns are assumed to have one id; data.stream=none counts their ids")
     console = Console()
     for part in (_shards(plan, means), "", _workers(config, plan), "", transfers, "", *lines):
         console.print(part, soft_wrap=True, highlight=False, markup=False)  # the terminal wraps long lines

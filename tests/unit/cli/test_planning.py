@@ -102,7 +102,14 @@ def test_output_has_the_side_that_pools(capsys: pytest.CaptureFixture[str]) -> N
 def test_output_compares_memory(printed: Printed, memory: float, verdict: str) -> None:
     text = printed(hosts=dataclasses.replace(HOST, memory_bytes=memory))
     assert re.search(r"(?m)^memory      \d\.\d\d GiB a worker, .*; \d\.\d\d GiB a trainer$", text)
-    assert re.search(rf"(?m)^            {verdict} GiB$", text)
+    assert re.search(rf"(?m)^            {verdict} GiB, besides .* the master$", text)
+
+
+def test_ids_of_a_stream_are_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_text("label,a,b\n1,x|y,z\n")
+    data = {"path": (str(tmp_path / "a.csv"),), "vocabulary": "hash(9)", "multi_hot_separator": "|"}
+    print_plan(configured(**data, format="csv", sparse=("a", "b"), stream="files()"), HOST, None)
+    assert re.search("(?m)^multi-hot +columns .* one id", capsys.readouterr().out)
 
 
 def configured(**data: Any) -> RunConfig:
