@@ -240,9 +240,8 @@ class ProgressiveMetrics:
         """Add a batch on the CPU, with labels 0 and 1. Samples with label NaN are left out."""
         has_label_N = ~labels_N.isnan()
         logits_N, labels_N = logits_N[has_label_N].double(), labels_N[has_label_N].double()
-        ranges_N = (logits_N * self._PER_UNIT).floor() + self._RANGES // 2
-        ranges_N = ranges_N.nan_to_num().clamp(0, self._RANGES - 1)
-        cells_N = ranges_N.long() + self._RANGES * labels_N.long()
+        ranges_N = (logits_N.nan_to_num() * self._PER_UNIT).floor() + self._RANGES // 2
+        cells_N = ranges_N.clamp(0, self._RANGES - 1).long() + self._RANGES * labels_N.long()
         self.counts += torch.bincount(cells_N, minlength=2 * self._RANGES).view(2, -1)
         log_losses_N = F.softplus(logits_N) - labels_N * logits_N
         self.sums += torch.stack([each.sum() for each in (log_losses_N, logits_N.sigmoid(), labels_N)])

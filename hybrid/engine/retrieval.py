@@ -68,13 +68,10 @@ class ItemRanking:
         self.feature = names.index(task.item)
         self._spec = input_spec
         item = input_spec.sparse_features[self.feature]
-        key, self.num_items = f"tasks.{next(iter(config.tasks))}.type", item.num_rows - 1
-        if item.is_growing or item.multi_hot:
-            rule = "item must be a column of one id per row, with a vocabulary that does not grow"
-            raise ConfigError(key, rule, task.item)
-        if not self.num_items:
-            rule = "the vocabulary of this column keeps no value; lower its min_count"
-            raise ConfigError(key, rule, task.item)
+        self.num_items = item.num_rows - 1
+        if item.is_growing or item.multi_hot or not self.num_items:
+            rule = "item needs one id per row and a vocabulary that keeps values (min_count) and never grows"
+            raise ConfigError(f"tasks.{next(iter(config.tasks))}.type", rule, task.item)
 
     def item_vectors(self, outputs_of: Callable[[Batch], Tensor]) -> Tensor:
         """Return ``items_ID``, on the CPU: the vector of each item, from row 1 of the item table on.

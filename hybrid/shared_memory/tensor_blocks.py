@@ -27,7 +27,6 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import boot_id
 from hybrid.security.message_signature import memory_of
 
@@ -156,11 +155,8 @@ def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout:
-    """Return the layout of tensors; ClusterError for a dtype that is not in ``DTYPES``."""
-    try:
-        return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
-    except KeyError as error:
-        raise ClusterError(f"tensors of {error} cannot be sent between trainers and workers") from None
+    """Return the layout of tensors, whose dtypes are in ``DTYPES``."""
+    return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 
 def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:

@@ -1,4 +1,4 @@
-"""Commands without a cluster: help, the reference of all keys, the secret, and the plan."""
+"""Commands without a cluster: help, the reference of all keys, the secret, the plan; and the wheel."""
 
 import json
 import re
@@ -7,6 +7,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from support.commands import ROOT, refusal, settings
@@ -109,3 +110,18 @@ def test_trillion_parameters_are_planned_within_seconds(
     assert sum("workers 0-999" in line for line in printed.splitlines()) == 26
     assert "trainer -> worker        1,000,000" in printed
     assert re.search(r"(?m)^network .* at least [\d.]+ ms between hosts$", printed)
+
+
+def test_wheel_has_the_two_packages_and_the_command(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    (wheel,) = tmp_path.glob("hybrid_parallel-*-py3-none-any.whl")
+    with ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (commands,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+        assert "hybrid = workers.cli:main" in archive.read(commands).decode()
+    folders = (ROOT / "hybrid", ROOT / "workers")
+    sources = (
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".css", ".typed")
+    )
+    assert files == {str(path.relative_to(ROOT)) for path in sources}

@@ -24,11 +24,7 @@ CPU = torch.device("cpu")
 REPLICAS = {"device": "cpu,cpu,cpu"}
 ALONE = {"tensor_size": 1}
 COMPILED = {"compile": "aot_eager"}
-BACKENDS: dict[str, dict[str, Any]] = {
-    "replicas": REPLICAS,
-    "tensor": ALONE,
-    "compiled": COMPILED,
-}
+BACKENDS: dict[str, dict[str, Any]] = {"replicas": REPLICAS, "tensor": ALONE, "compiled": COMPILED}
 
 
 def tied_layers() -> nn.Sequential:

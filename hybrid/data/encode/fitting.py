@@ -94,9 +94,10 @@ class Moments(NamedTuple):
     def encodings(self, columns: Sequence[Column]) -> tuple[DenseEncoding, ...]:
         """Return the encoding of each column; a fitted scaling turns a constant column into zeros."""
         deviation_F = np.sqrt(self.squares_F / np.maximum(self.count_F, 1))
-        size_F = np.abs(self.mean_F)
-        constant_F = deviation_F <= 1e-12 * size_F
-        scale_F = np.maximum(size_F, 1.0)  # of constant columns only: average_with() recognizes them by it
+        constant_F = deviation_F <= 1e-12 * np.abs(self.mean_F)
+        scale_F = np.maximum(
+            np.abs(self.mean_F), 1.0
+        )  # of constant columns only: average_with() recognizes them by it
         deviation_F[deviation_F == scale_F] *= 1 + np.finfo(np.float64).eps
         deviation_F[constant_F] = scale_F[constant_F]
         encodings = []

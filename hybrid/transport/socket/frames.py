@@ -77,14 +77,12 @@ class Frames:
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Return the frame of a message, valid until the next call.
-
-        Raise ClusterError if a tensor is on a GPU, or its dtype is not in ``DTYPES``.
-        """
+        """Return the frame of a message, valid until the next call; ClusterError if it cannot be sent."""
         tensors = message.tensors
         memory = self._memory
-        if not all(each.is_cpu for each in tensors):
-            raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
+        for each in tensors:
+            if not each.is_cpu or each.dtype not in DTYPES:
+                raise ClusterError(f"tensors of {each.dtype} on {each.device} cannot be sent to other roles")
         layout = layout_of(tensors)
         block = None if memory is None else memory.writer.write(tensors)
         released = [] if memory is None else memory.reader.take_released()

@@ -75,10 +75,9 @@ class Reply:
             self._tensors = tensors
             self._error = error
             self.is_done = True
-        callbacks = self._callbacks
-        self._callbacks = []
-        for callback in callbacks:
+        for callback in self._callbacks:
             callback(self)
+        self._callbacks.clear()
 
 
 class SocketClient:
@@ -168,10 +167,8 @@ class SocketClient:
         self._failure = self._failure or reason
         with suppress(OSError):  # it is closed already
             self._connection.shutdown(socket.SHUT_RDWR)
-        for number in list(self._open):  # another thread may complete some of them
-            reply = self._open.pop(number, None)
-            if reply is not None:
-                reply.complete((), self._failure)
+        for reply in list(self._open.values()):  # no effect on those that another thread has completed
+            reply.complete((), self._failure)
 
     def close(self) -> None:
         """Close the connection; open calls fail."""

@@ -1,7 +1,8 @@
-"""Writing a checkpoint of all roles: all files or nothing."""
+"""Writing a checkpoint of all roles: all files or nothing; and whether hosts have the memory for copies."""
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import Call, write_checkpoint
-from support.shards import PATIENCE_SECONDS
+from support.shards import PATIENCE_SECONDS, specs
 
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_folders import MANIFEST_FILE, PROGRESS_FILE, Files, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
+from hybrid.embedding.placement import place
 from hybrid.errors import CheckpointError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind
-from hybrid.transport import Failure, LostError, RemoteError
-from workers.controller.deployment import HeldCheckpoint
+from hybrid.transport import Failure, LostError, ProcessStatus, RemoteError
+from workers.controller.deployment import HeldCheckpoint, memory_shortage
 from workers.controller.session import Session
 
 WORKER = Role(RoleKind.WORKER, 0)
@@ -159,3 +161,53 @@ def test_roles_load_from_an_absolute_path(tmp_path: Path, monkeypatch: pytest.Mo
     session.hosted, session.trainers, session.config = [tables], [trainer], RunConfig()
     session.restore(stored)
     assert tables.paths == trainer.paths == [tmp_path / "run/step-1"]
+
+
+WORKERS = [Role(RoleKind.WORKER, index) for index in range(2)]
+PLACEMENT = place(specs("row"), 2)
+BYTES = [sum(shard.num_bytes for shard in PLACEMENT.of_worker(index)) for index in range(2)]
+
+
+class FakePing:
+    def __init__(self, vitals: ProcessStatus) -> None:
+        self._vitals = vitals
+
+    def done(self, wait_seconds: float = 0.0) -> bool:
+        return True
+
+    def wait(self) -> ProcessStatus:
+        return self._vitals
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Bytes free by limit; and the limits of each worker. All hosts have the same name."""
+    limits: dict[str, Any] = {"of": ["a", "b"], "a": 0, "b": 0, "all": 1 << 50}
+
+    def ping(role: Role, timeout_seconds: float) -> FakePing:
+        free = {name: limits[name] for name in limits["of"][role.index]}
+        return FakePing(ProcessStatus("host", free))
+
+    monkeypatch.setattr("hybrid.transport.ping", ping)
+    return limits
+
+
+@pytest.mark.parametrize(
+    ("of", "names"),
+    [
+        (["a", "b"], "worker 0"),
+        (["a", "a"], "worker 0, worker 1"),
+        ([["all", "a"], ["all", "b"]], "worker 0"),
+        ([["all", "a"], ["all", "b", "a"]], "worker 0, worker 1"),
+    ],
+    ids=["two hosts", "one host", "two containers of a host", "nested groups of a host"],
+)
+def test_tables_that_exceed_a_limit_are_reported(free: dict[str, Any], of: list[Any], names: str) -> None:
+    needed = BYTES[0] if names == "worker 0" else sum(BYTES)
+    free |= {"of": of, "a": needed - 1, "b": 1 << 40}
+    message = memory_shortage(PLACEMENT, WORKERS)
+    assert message is not None
+    assert re.match(f"{re.escape(names)} on host: tables need .* the largest table is c with", message)
+    free["a"] = needed
+    assert memory_shortage(PLACEMENT, WORKERS) is None
+    assert memory_shortage(PLACEMENT, WORKERS, 0.8) is not None

@@ -261,7 +261,7 @@ def test_frames_return_blocks_for_reuse() -> None:
     trainer, worker = frames(is_one_host=True)
     addresses = set()
     for number in range(20):
-        with pytest.raises(ClusterError, match=r"^tensors of torch\.complex64 cannot be sent"):
+        with pytest.raises(ClusterError, match=r"^tensors of torch\.complex64 on cpu cannot be sent"):
             trainer.seal(call("f", torch.zeros(MIN_BLOCK_BYTES, dtype=torch.complex64)))
         sent = Message(FrameKind.CALL, number, "f", [torch.full((MIN_BLOCK_BYTES,), number)])
         request = passed(trainer, worker, sent)

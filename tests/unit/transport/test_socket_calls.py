@@ -127,8 +127,6 @@ def test_responses_arrive_in_any_order(client: SocketClient) -> None:
 
 def test_a_callback_added_while_the_reply_completes_is_called(client: SocketClient) -> None:
     class Racing(Reply):
-        """Another thread completes the reply as soon as this thread has read ``is_done``."""
-
         def __getattribute__(self, name: str) -> Any:
             value = super().__getattribute__(name)
             if name == "is_done" and threading.current_thread() is threading.main_thread():
@@ -156,7 +154,7 @@ def test_a_remote_exception_keeps_its_message(is_deferred: bool, client: SocketC
 def test_unknown_functions_and_unsendable_results_are_errors(client: SocketClient) -> None:
     with pytest.raises(RuntimeError, match=r"KeyError: .*:complete"):
         wait(client.call(complete, ()))
-    with pytest.raises(RuntimeError, match=r"ClusterError: .* GPU"):
+    with pytest.raises(RuntimeError, match=r"ClusterError: .* on meta "):
         wait(client.call(on_device, ()))
     assert doubled(client, 4) == 8
 
