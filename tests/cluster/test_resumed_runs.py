@@ -25,10 +25,11 @@ from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
 from workers.rendezvous.bootstrap import JoinedCluster
 
-TOTAL, CUT = 31, 12  # 24 steps make an epoch
+TOTAL, CUT = 17, 6  # 12 steps make an epoch
 CONFIG = small_config(
-    train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 5, "eval_every_steps": 9, "batch_size": 128},
-    checkpoint={"every_steps": 4, "keep_last": 99},
+    data={"synthetic_rows": 1500},
+    train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 4, "eval_every_steps": 5, "batch_size": 128},
+    checkpoint={"every_steps": 3, "keep_last": 99},
     dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
     schedule={"kind": "cosine(warmup_steps = 4)"},
 )
@@ -42,7 +43,7 @@ def write_clicks(path: Path) -> None:
         return "|".join(f"v{int(40 * chance.random() ** 3)}" for _ in range(chance.randrange(4)))
 
     rows = ["clicked,price,user,brand,tag,word"]
-    for _ in range(1640):
+    for _ in range(790):
         user, price = chance.randrange(30), chance.random()
         clicked = int(user % 3 + price + chance.random() > 2)
         rows.append(f"{clicked},{price:.3f},u{user},{several()},{several()},{several()}")
@@ -109,7 +110,7 @@ def test_run_writes_the_configured_checkpoints(whole: Path) -> None:
     steps = sorted(saved_steps(whole))
     aucs = {line["step"]: line["auc"] for line in lines(whole) if line["kind"] == "test"}
     best = {step for step in aucs if aucs[step] > max([0.0, *(aucs[s] for s in aucs if s < step)])}
-    assert steps == sorted({*range(4, TOTAL, 4), *best, TOTAL})
+    assert steps == sorted({*range(3, TOTAL, 3), *best, TOTAL})
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     saved = {record["step"]: record for record in records if record["kind"] == "checkpoint"}
     assert sorted(saved) == steps
@@ -119,17 +120,17 @@ def test_run_writes_the_configured_checkpoints(whole: Path) -> None:
         assert record["seconds_stopped"] > 0
         assert record["seconds_writing"] > 0
     assert PROGRESS_FILE in Checkpoint.open(step_folder(whole, CUT)).manifest.files
-    assert PROGRESS_FILE not in Checkpoint.open(step_folder(whole, 20)).manifest.files  # a line was logged
+    assert PROGRESS_FILE not in Checkpoint.open(step_folder(whole, 12)).manifest.files  # a line was logged
 
 
 def kill_and_resume(
     job: RunConfig, clusters: Clusters, cache: Path, run: Path, workers: Sequence[int] = (2, 2)
 ) -> None:
     """Kill a run twice within epochs and between two lines of progress; resume it with numbers of workers."""
-    clusters.get(2, 2).run(train, job, cache, run, last_step=15, saved_step=CUT)
+    clusters.get(2, 2).run(train, job, cache, run, last_step=8, saved_step=CUT)
     assert not (run / "result.json").exists()
-    (step_folder(run, 16).with_suffix(".partial")).mkdir()
-    for count, (cut, last_step, saved_step) in zip(workers, ((CUT, 30, 28), (28, 0, 0)), strict=True):
+    (step_folder(run, 9).with_suffix(".partial")).mkdir()
+    for count, (cut, last_step, saved_step) in zip(workers, ((CUT, 16, 15), (15, 0, 0)), strict=True):
         now = job.replace(cluster=dataclasses.replace(job.cluster, workers=count))
         notes = clusters.get(2, count).run(train, now, cache, run, True, last_step, saved_step)
         assert notes == [resuming(run, cut)]
@@ -167,14 +168,14 @@ def test_killed_run_has_the_same_bits_on_any_number_of_workers(
 @pytest.mark.parametrize(
     ("job", "moment", "step"),
     [
-        ("sync", ("training", 8), 9),  # where an evaluation is due
-        pytest.param("sync", ("training", 6), 8, marks=pytest.mark.long),  # where a checkpoint is due
-        pytest.param("sync", ("evaluating", 18), 18, marks=pytest.mark.long),
+        ("sync", ("training", 4), 5),  # where an evaluation is due
+        pytest.param("sync", ("training", 8), 9, marks=pytest.mark.long),  # where a checkpoint is due
+        pytest.param("sync", ("evaluating", 10), 10, marks=pytest.mark.long),
         pytest.param("sync", ("evaluating", TOTAL), TOTAL, marks=pytest.mark.long),
-        ("lookahead", ("training", 13), 15),
-        pytest.param("lookahead", ("done evaluating", 18), 18, marks=pytest.mark.long),
-        pytest.param("lookahead", ("training", 23), 24, marks=pytest.mark.long),
-        pytest.param("lookahead", ("training", 24), 25, marks=pytest.mark.long),
+        ("lookahead", ("training", 6), 8),
+        pytest.param("lookahead", ("done evaluating", 10), 10, marks=pytest.mark.long),
+        pytest.param("lookahead", ("training", 11), 12, marks=pytest.mark.long),
+        pytest.param("lookahead", ("training", 12), 15, marks=pytest.mark.long),
     ],
     indirect=["job"],
     ids=str,
@@ -199,7 +200,7 @@ def test_stopped_run_has_the_bits_of_an_undisturbed_one(
     assert result_of(run)["auc"] == result_of(whole)["auc"]
     assert {*saved_steps(run)} == {*saved_steps(whole), step}
     if step < TOTAL:
-        bests = [Checkpoint.open(step_folder(each, 28)).manifest.progress["best"] for each in (run, whole)]
+        bests = [Checkpoint.open(step_folder(each, 15)).manifest.progress["best"] for each in (run, whole)]
         assert bests[0] == bests[1]
 
 
@@ -208,9 +209,9 @@ def test_stop_is_announced_while_the_run_waits_for_workers(
     job: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
     """The request is announced at once, even if a worker is frozen."""
-    code, statuses = clusters.get(2, 2).run(stop, job, cache, tmp_path / "run", ("saving", 4))
+    code, statuses = clusters.get(2, 2).run(stop, job, cache, tmp_path / "run", ("saving", 3))
     assert code is ExitCode.TERMINATED
-    assert [each.partition(";")[0] for each in statuses[-2:]] == ["stopping after step 4", "saving step 4"]
+    assert [each.partition(";")[0] for each in statuses[-2:]] == ["stopping after step 3", "saving step 3"]
 
 
 @only_lookahead
@@ -239,16 +240,16 @@ def test_damaged_checkpoint_is_reported_and_skipped(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    for step in range(CUT + 4, TOTAL + 1):
-        if step_folder(run, step).exists() and step != 28:
+    for step in range(CUT + 3, TOTAL + 1):
+        if step_folder(run, step).exists() and step != 15:
             checkpoint_folders.remove(step_folder(run, step))
     (run / "result.json").unlink()
-    altered = step_folder(run, 28) / "dense.safetensors"
+    altered = step_folder(run, 15) / "dense.safetensors"
     flip_a_bit(altered)
     note, _ = clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
     assert note.startswith(f"{altered}: ")
     assert_same_run(run, whole)
-    assert checksums(step_folder(run, 28)) == checksums(step_folder(whole, 28))
+    assert checksums(step_folder(run, 15)) == checksums(step_folder(whole, 15))
 
 
 @only_sync
@@ -330,7 +331,7 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
 
     def config(patience: int, keep_best: str = "log_loss") -> RunConfig:
         return small_config(
-            train={"max_steps": 20, "eval_every_steps": 2, "patience": patience},
+            train={"max_steps": 20, "eval_every_steps": 1, "patience": patience},
             checkpoint={"keep_last": 1, "keep_best": keep_best},
             embedding={"learning_rate": 1e-30},
             dense={"learning_rate": 1e-30},
@@ -340,15 +341,15 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
         return f"ended at step {step}: {evaluations} evaluation(s) without a better {metric}"
 
     run, cluster = tmp_path / "run", clusters.get(2, 2)
-    assert cluster.run(train, config(2), cache, run) == [ended(6, 2)]
-    assert saved_steps(run) == [6, 2]
-    assert (result_of(run)["steps"], result_of(run)["best"]["step"]) == (6, 2)
+    assert cluster.run(train, config(2), cache, run) == [ended(3, 2)]
+    assert saved_steps(run) == [3, 1]
+    assert (result_of(run)["steps"], result_of(run)["best"]["step"]) == (3, 1)
     with pytest.raises(CaseError, match=r"train\.patience = 2: "):
         cluster.run(train, config(2), cache, run, resume=True)
     notes = cluster.run(train, config(3), cache, run, resume=True)
-    assert notes == [resuming(run, 6), ended(8, 3)]
-    notes = cluster.run(train, config(3, "auc"), cache, run, resume=True)  # counts from step 8
-    assert notes == [resuming(run, 8), ended(16, 3, "AUC")]
+    assert notes == [resuming(run, 3), ended(4, 3)]
+    notes = cluster.run(train, config(3, "auc"), cache, run, resume=True)  # counts from step 4
+    assert notes == [resuming(run, 4), ended(8, 3, "AUC")]
 
 
 def metrics_of(cluster: JoinedCluster, config: RunConfig, cache: Path, folder: Path, step: int) -> Metrics:
@@ -364,7 +365,7 @@ def test_validation_rows_select_the_model_that_is_tested_once(
     """The learning rates are so high that an early evaluation is the best; the end is within an epoch."""
     config = small_config(
         data={"validation": "random(0.2)"},
-        train={"max_steps": 20, "eval_every_steps": 2, "patience": 3, "update": "lookahead"},
+        train={"max_steps": 20, "eval_every_steps": 2, "patience": 2, "update": "lookahead"},
         checkpoint={"keep_last": 1, "keep_best": "log_loss"},
         embedding={"learning_rate": 3.0, "optimizer": "adam"},
         dense={"learning_rate": 0.3},
@@ -376,7 +377,7 @@ def test_validation_rows_select_the_model_that_is_tested_once(
     best = min(losses, key=lambda step: losses[step])
     (tested,) = (record for record in records if record["kind"] == "test")
     result = result_of(run)
-    assert max(losses) == result["steps"] == best + 6 < 20
+    assert max(losses) == result["steps"] == best + 4 < 20
     assert tested["step"] == result["tested_step"] == result["best"]["step"] == best
     assert result["validation"]["log_loss"] == losses[max(losses)]
     assert cluster.run(metrics_of, config, cache, step_folder(run, best), best)["auc"] == tested["auc"]
