@@ -14,7 +14,7 @@ from workers.controller.remote_trainer import Trainer
 from workers.master import diagnose
 from workers.rendezvous.bootstrap import JoinedCluster
 
-STEPS = 10
+STEPS = 4
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ CASES = [
     split(
         features="sum",
         inputs="uneven",
-        tasks="ranked",
         tensor_plan=("interaction.layers.0 = colwise_gathered", "head.[04] = colwise", "head.[26] = rowwise"),
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
-    Case(parallel="replicas", net="wide_deep", ddp="inside", remote=True),
 ]
 LONG_CASES = [
+    Case(parallel="replicas", net="wide_deep", ddp="inside", remote=True),
+    split(features="sum", inputs="uneven", tasks="ranked"),
     Case(parallel="replicas", net="ple", tasks="several"),
     Case(remote=True, dtype="float32", remote_mlp=LARGE),
     Case(parallel="replicas", dtype="float32", top_mlp=LARGE),

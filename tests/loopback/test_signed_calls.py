@@ -406,7 +406,7 @@ def test_calls_that_threads_load_at_once_are_rejected_again_later(worker: Proces
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
-            for _ in range(20):
+            for _ in range(8):
                 calls = []
                 for skipped in (8000, *[20] * 7):  # calls that are lost
                     for _ in range(skipped):

@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
 
+SCRIPT = __file__
 HALF = 4  # of the steps
 NUM_USERS, NUM_ITEMS, NUM_TAGS, NUM_PAIRS, DIM = 40, 60, 12, 50, 5
 SCALE = 0.2  # of the initial rows of growing tables
@@ -138,7 +139,8 @@ def main(output: str, options: set[str], config: str | None) -> None:
     if "save" in named:
         cluster.save(named["save"], *optimizers)
     with torch.no_grad():
-        scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches(options))])
+        scored = iter(()) if "unscored" in options else batches(options)
+        scores = [cluster.gather(model(batch, 1)) for batch in cluster.batches(scored)]
         sizes = {"user": NUM_USERS, "item": NUM_ITEMS, "tags": NUM_TAGS, "seen": NUM_ITEMS, "pair": NUM_PAIRS}
         tables = {
             name: table(torch.arange(sizes[name]).view(-1, *([1] if name in ("tags", "seen") else []))).cpu()
