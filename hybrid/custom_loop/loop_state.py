@@ -153,7 +153,7 @@ class PassHistory:
             self._warnings.warn(
                 f"{source}: the script that wrote the checkpoint began with another value of "
                 f"{'; '.join(differences)}. The states of the checkpoint apply, but results may differ from "
-                "those of an undisturbed run"
+                "those of an uninterrupted run"
             )
 
 

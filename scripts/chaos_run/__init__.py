@@ -1,1 +1,1 @@
-"""Kill roles at random and compare the result with an undisturbed run: ``scripts/chaos``."""
+"""Kill roles at random and compare the result with an uninterrupted run: ``scripts/chaos``."""

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/chaos",
-        description="Trains twice, once undisturbed and once while roles are killed at random moments, and "
+        description="Trains twice, once uninterrupted and once while roles are killed at random moments, and "
         "compares the results bit for bit. Trains again if a run ends before all kills are done.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: a small job)")
@@ -108,9 +108,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder.mkdir(parents=True)
     console.print(f"seed {seed}, in {folder}", highlight=False, soft_wrap=True)
     arguments = _launch_arguments(options)
-    with Run(folder / "undisturbed", arguments, options.script) as undisturbed:
-        undisturbed.await_end()
-    show_usage(console, undisturbed.usage)
+    with Run(folder / "uninterrupted", arguments, options.script) as uninterrupted:
+        uninterrupted.await_end()
+    show_usage(console, uninterrupted.usage)
     plan = Plan(options.freeze, options.launcher, _EARLY, options.pause)
     chance = random.Random(seed)
     kills: list[Kill] = []
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         with disturbed_run(folder / f"killed-{len(runs) + 1}", arguments) as killed:
             kills += killed.disturb(options.kills - len(kills), plan, chance)
             killed.await_end()
-        runs[killed.folder.name] = differences(undisturbed.folder, killed.folder)
+        runs[killed.folder.name] = differences(uninterrupted.folder, killed.folder)
         restarts += len(read_restarts(killed.folder))
     show(console, kills)
     save(folder / "chaos.json", seed, kills, restarts, runs)

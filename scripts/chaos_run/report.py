@@ -37,7 +37,7 @@ def show(console: Console, kills: Sequence[Kill]) -> None:
 
 
 def show_usage(console: Console, usage: Mapping[str, Sequence[Usage]]) -> None:
-    """Print the largest values of each role in each quarter of the undisturbed run."""
+    """Print the largest values of each role in each quarter of the uninterrupted run."""
     for name, of_role in usage.items():
         quarters = [of_role[len(of_role) * i // 4 : len(of_role) * (i + 1) // 4] for i in range(4)]
         largest = [Usage(*map(max, zip(*quarter, strict=True))) for quarter in quarters if quarter]

@@ -11,15 +11,15 @@ from workers.run_folder.run_access import newest_step
 _TIMES = ("time", "samples_per_second", "phase_seconds")
 
 
-def differences(undisturbed: Path, killed: Path) -> list[str]:
+def differences(uninterrupted: Path, killed: Path) -> list[str]:
     """Return what differs in two runs: files of the last checkpoint, and lines of metrics.jsonl."""
     differing = []
-    ours, theirs = (_final_tensors(run) for run in (killed, undisturbed))
+    ours, theirs = (_final_tensors(run) for run in (killed, uninterrupted))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             differing.append(f"{name} of the last checkpoint")
     for kind in ("train", "test"):
-        if _lines(undisturbed, kind) != _lines(killed, kind):
+        if _lines(uninterrupted, kind) != _lines(killed, kind):
             differing.append(f"{kind} lines of metrics.jsonl")
     return differing
 

@@ -52,7 +52,7 @@ def main() -> int:
         except HybridError as error:
             print(f"scripts/slurm: {error}\n{job.output}", file=sys.stderr)
             return 1
-        arguments = "-m hybrid launch --config job.toml --set run.folder=undisturbed"
+        arguments = "-m hybrid launch --config job.toml --set run.folder=uninterrupted"
         subprocess.run(
             [sys.executable, *arguments.split()],
             cwd=folder,
@@ -60,8 +60,8 @@ def main() -> int:
             check=True,
             capture_output=True,
         )
-        differing = differences(folder / "undisturbed", folder / "run")
-    print(*(differing or ["the result is that of an undisturbed run, bit for bit"]), sep="\n")
+        differing = differences(folder / "uninterrupted", folder / "run")
+    print(*(differing or ["the result is bit-identical to that of an uninterrupted run"]), sep="\n")
     return 1 if differing else 0
 
 

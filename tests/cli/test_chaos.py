@@ -35,7 +35,7 @@ def chaos(*arguments: str) -> tuple[list[str], dict[str, str]]:
         pytest.param("lookahead", ["--hosts", "2"], marks=needs_hosts),
     ],
 )
-def test_killed_run_has_the_bits_of_an_undisturbed_one(
+def test_killed_run_has_the_bits_of_an_uninterrupted_one(
     update: str, victims: list[str], tiny: list[str], tmp_path: Path
 ) -> None:
     overrides = settings(

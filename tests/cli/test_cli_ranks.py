@@ -77,7 +77,7 @@ def endings(arguments: list[str], folder: Path) -> list[Ended]:
 
 @pytest.mark.long
 def test_same_command_resumes_a_run_until_it_has_finished(tiny: list[str], tmp_path: Path) -> None:
-    """A killed run ends with the bits of an undisturbed one; every role reports that the run has finished."""
+    """A killed run ends with the bits of an uninterrupted one; every role reports the end of the run."""
     secret = fresh_secret(tmp_path)
     arguments = [*tiny, *STEPS, *RUN, *COUNTS, *secret]
     with job(arguments, tmp_path) as (master, *others):

@@ -125,12 +125,12 @@ def test_wrong_script_is_an_error_of_one_line(
     assert "\n" not in str(caught.value).partition("\n\nTraceback")[0]
 
 
-def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
+def test_killed_script_that_resumes_has_the_result_of_an_uninterrupted_one(
     script: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "undisturbed/run/checkpoints/step-00000002").mkdir(parents=True)  # in the way
+    (tmp_path / "uninterrupted/run/checkpoints/step-00000002").mkdir(parents=True)  # in the way
     command = ["run", script, "--trainers", "2", "--workers", "1", "--"]
-    *printed, parameters, steps = output_of([*command, "resumes"], tmp_path / "undisturbed").splitlines()
+    *printed, parameters, steps = output_of([*command, "resumes"], tmp_path / "uninterrupted").splitlines()
     assert [line[:32] for line in printed if "warning" in line] == ["warning: no checkpoint of step 2"]
     command.append("resumes, stops")
 

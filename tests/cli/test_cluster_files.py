@@ -144,11 +144,11 @@ def test_slurm_script_passes_warnings_to_the_roles(
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(unavailable_reason()), reason=f"no Slurm here: {unavailable_reason()}")
-def test_restart_by_slurm_ends_with_the_bits_of_an_undisturbed_run() -> None:
+def test_restart_by_slurm_ends_with_the_bits_of_an_uninterrupted_run() -> None:
     command = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1150)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.endswith("\nthe end has the bits of an undisturbed run\n")
+    assert ended.stdout.endswith("\nthe result is bit-identical to that of an uninterrupted run\n")
 
 
 # The role that hosts.sh starts: records its arguments, and waits for SIGTERM or for the file "end".

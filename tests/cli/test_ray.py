@@ -141,8 +141,8 @@ def test_lost_roles_actors_and_nodes_end_with_the_bits_of_launch(nodes: RayNodes
         ended = running.command.wait(SECONDS)
     assert ended.code == 0, ended.stderr
     assert ended.stdout.count("resuming from step") == ended.stderr.count(RESTARTED) == 3
-    output_of(["launch", *arguments, *settings(run={"folder": "undisturbed"})], tmp_path)
-    assert not differences(tmp_path / "undisturbed", tmp_path / "run")
+    output_of(["launch", *arguments, *settings(run={"folder": "uninterrupted"})], tmp_path)
+    assert not differences(tmp_path / "uninterrupted", tmp_path / "run")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

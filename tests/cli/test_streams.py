@@ -144,13 +144,13 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> Path:
+def uninterrupted(folder: Path) -> Path:
     output_of(["launch", *COMMON, *settings(run={"folder": "whole"})], folder)
     return folder / "whole"
 
 
-def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> None:
-    units = records(undisturbed, "unit")
+def test_units_are_judged_before_they_train(folder: Path, uninterrupted: Path) -> None:
+    units = records(uninterrupted, "unit")
     assert [unit["unit"] for unit in units] == [f"log/day={day}" for day in (1, 2, 3)]
     assert [unit["step"] for unit in units] == [DAY_STEPS, 2 * DAY_STEPS, 3 * DAY_STEPS]
     filters = [("label", "<", 2), ("importance", ">", 0)]
@@ -158,14 +158,14 @@ def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> 
     assert [unit["num_samples"] for unit in units] == with_weight
     assert units[0]["auc"] < units[1]["auc"]
     assert 0.8 < units[2]["calibration"] < 1.2
-    lines = records(undisturbed, "train")
+    lines = records(uninterrupted, "train")
     assert [line["step"] for line in lines] == [*range(1, 3 * DAY_STEPS + 1)]
     assert lines[-1]["user.rows"] == 200
     assert lines[-1]["brand.rows"] == 5  # four brands, and the items without one
     assert all(0 < line["progressive_log_loss"] < 1 for line in lines)
 
 
-def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_folder_that_appears_is_read(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     write_day(tmp_path, 1)
     checkpoint = {"every_steps": 0, "every_minutes": 0.02, "deltas": "every(seconds = 1)"}
     more = settings(run={"folder": "run"}, checkpoint=checkpoint)
@@ -178,11 +178,11 @@ def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: 
         assert command.wait().code == 0
     written = [each["step"] for each in records(tmp_path / "run", "checkpoint")]
     assert written == sorted({*written})
-    assert_equal(final_state(tmp_path / "run"), final_state(undisturbed), 0)
+    assert_equal(final_state(tmp_path / "run"), final_state(uninterrupted), 0)
 
 
 @pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
-def test_killed_run_continues_with_the_same_bits(folder: Path, undisturbed: Path, update: str) -> None:
+def test_killed_run_continues_with_the_same_bits(folder: Path, uninterrupted: Path, update: str) -> None:
     name = f"killed-{update}"
     more = settings(run={"folder": name}, train={"update": update}, cluster={"workers": 3})
     with started(["launch", *COMMON, *more], folder) as command:
@@ -190,18 +190,18 @@ def test_killed_run_continues_with_the_same_bits(folder: Path, undisturbed: Path
             command.await_text(f"step {step} ")
             command.role(role).kill()
         assert command.wait().code == 0
-    assert_equal(final_state(folder / name), final_state(undisturbed), 0)
-    assert records(folder / name, "unit")[1]["auc"] == records(undisturbed, "unit")[1]["auc"]
+    assert_equal(final_state(folder / name), final_state(uninterrupted), 0)
+    assert records(folder / name, "unit")[1]["auc"] == records(uninterrupted, "unit")[1]["auc"]
 
 
-def test_run_continues_at_another_size(folder: Path, undisturbed: Path) -> None:
+def test_run_continues_at_another_size(folder: Path, uninterrupted: Path) -> None:
     more = settings(run={"folder": "resized"}, cluster={"workers": 2})
     with started(["launch", *COMMON, *more], folder) as command:
         command.await_text("step 12 ")
         command.process.send_signal(signal.SIGINT)
         assert command.wait().code == 130
     output_of(["launch", "--resume", "resized", *settings(cluster={"trainers": 3, "workers": 1})], folder)
-    assert_equal(final_state(folder / "resized"), final_state(undisturbed), 1e-9)
+    assert_equal(final_state(folder / "resized"), final_state(uninterrupted), 1e-9)
 
 
 def assert_equal(actual: State, expected: State, tolerance: float) -> None:
@@ -209,17 +209,17 @@ def assert_equal(actual: State, expected: State, tolerance: float) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
 
 
-def test_stream_scales_numbers_as_its_initial_run_does(undisturbed: Path, tmp_path: Path) -> None:
+def test_stream_scales_numbers_as_its_initial_run_does(uninterrupted: Path, tmp_path: Path) -> None:
     write_day(tmp_path, 3)
     stream = {"stream": "files(lanes = 4, until = 'log/day=3')"}
-    more = settings(run={"folder": "run"}, train={"initial": undisturbed}, data=stream)
+    more = settings(run={"folder": "run"}, train={"initial": uninterrupted}, data=stream)
     # The trainer has another working directory than the master, whose paths are relative.
     roles, more = [["master"], commands.TRAINER, commands.WORKER], [*COMMON, *commands.ONE_EACH, *more]
     with by_hand(roles, more, tmp_path) as (master, *_):
-        assert f"values with a row in {undisturbed}" in master.wait().stdout
+        assert f"values with a row in {uninterrupted}" in master.wait().stdout
     scaling = [
         json.loads((max(list_checkpoints(run)) / "features.json").read_text())["dense"]
-        for run in (undisturbed, tmp_path / "run")
+        for run in (uninterrupted, tmp_path / "run")
     ]
     assert scaling[0] == scaling[1]
     assert scaling[0][0]["scale"] != 1
@@ -293,7 +293,7 @@ def reads(state: State) -> list[list[tuple[int, int]]]:
     return [sorted(torch.stack(pair, 1).tolist()) for pair in columns]
 
 
-def test_custom_loop_reads_the_rows_of_a_configured_run(folder: Path, undisturbed: Path) -> None:
+def test_custom_loop_reads_the_rows_of_a_configured_run(folder: Path, uninterrupted: Path) -> None:
     (folder / "train.py").write_text(LOOP)
     sizes = settings(cluster={"trainers": 2, "workers": 1})
 
@@ -307,7 +307,7 @@ def test_custom_loop_reads_the_rows_of_a_configured_run(folder: Path, undisturbe
         [f"log/day={day}", str(DAY_STEPS * day)] for day in (1, 2, 3)
     ]
     whole = final_state(folder / "loop")
-    assert reads(whole) == reads(final_state(undisturbed))
+    assert reads(whole) == reads(final_state(uninterrupted))
     compared = run(["compare", "train.py", "--steps", 20, *COMMON, *sizes, "--", "compared"], folder)
     assert (compared.code, "equal up to rounding" in compared.stdout) == (0, True)
     with started(["run", "train.py", *COMMON, *sizes, "--", "loop-resized", 8], folder) as command:

@@ -1,4 +1,4 @@
-"""Checkpoints of a running cluster are consistent, and resumed runs have the bits of undisturbed ones."""
+"""Checkpoints of a running cluster are consistent, and resumed runs have the bits of uninterrupted ones."""
 
 import dataclasses
 import json
@@ -89,13 +89,13 @@ only_lookahead = pytest.mark.parametrize("job", ["lookahead"], indirect=True)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of undisturbed runs."""
+    """The folder of uninterrupted runs."""
     return tmp_path_factory.mktemp("whole")
 
 
 @pytest.fixture
 def whole(job: RunConfig, clusters: Clusters, cache: Path, trained: Path) -> Path:
-    """An undisturbed run, which the first test that needs it trains. Tests do not change it."""
+    """An uninterrupted run, which the first test that needs it trains. Tests do not change it."""
     if not (run := trained / job.train.update).exists():
         assert clusters.get(2, 2).run(train, job, cache, run) == []
     return run
@@ -137,7 +137,7 @@ def kill_and_resume(
 
 
 @pytest.mark.parametrize("job", [pytest.param("sync", marks=pytest.mark.long), "lookahead"], indirect=True)
-def test_killed_run_has_the_bits_of_an_undisturbed_one(
+def test_killed_run_has_the_bits_of_an_uninterrupted_one(
     job: RunConfig, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -180,7 +180,7 @@ def test_killed_run_has_the_same_bits_on_any_number_of_workers(
     indirect=["job"],
     ids=str,
 )
-def test_stopped_run_has_the_bits_of_an_undisturbed_one(
+def test_stopped_run_has_the_bits_of_an_uninterrupted_one(
     job: RunConfig,
     moment: tuple[str, int],
     step: int,

@@ -81,7 +81,7 @@ def test_a_cluster_equals_plain_torch(
         pytest.param("sync", ("growing",), marks=pytest.mark.long),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     update: str, kind: tuple[str, ...], clusters: Clusters, tmp_path: Path
 ) -> None:
     """The first run ends one step after its checkpoint."""

@@ -31,7 +31,7 @@ def job(tiny: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(job: list[str], shared: Path) -> Path:
-    """An undisturbed run of the job."""
+    """An uninterrupted run of the job."""
     run = shared / "whole"
     output_of(["launch", *job, *settings(run={"folder": run}, cluster=COUNTS)], shared)
     return run
@@ -92,7 +92,7 @@ def start(hosts: list[Host], switch: Switch, shared: Path, job: list[str]) -> It
 
 
 def check_end(agents: Agents, whole: Path, run: Path, hosts: list[Host]) -> None:
-    """Check that both agents succeed and that the run has the bits of an undisturbed one."""
+    """Check that both agents succeed and that the run has the bits of an uninterrupted one."""
     assert [agents.wait(number) for number in (0, 1)] == [0, 0]
     assert differences(whole, run) == []
     assert eventually(lambda: not any(host.processes() for host in hosts), SECONDS)

@@ -131,7 +131,7 @@ def logged(root: Path) -> list[dict[str, Any]]:
         ("prepared", 3, "sync"),
     ],
 )
-def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
+def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_uninterrupted_one(
     kind: str, every: int, update: str, tmp_path: Path
 ) -> None:
     """With every_steps = STEPS, a checkpoint follows the last step of a pass."""
