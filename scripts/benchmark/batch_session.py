@@ -22,7 +22,7 @@ class BatchTrainer(Trainer):
 
 
 class BatchSession(Session):
-    """A session without a data set: its batches come from a function, and already have ids as rows."""
+    """A session without a data set: its batches come from a function, and their ids are row numbers."""
 
     trainer_class = BatchTrainer
 
@@ -33,7 +33,7 @@ class BatchSession(Session):
 
         Args:
             make_batches: returns the batches of a trainer by its index; called on every trainer.
-            is_aligned: whether all trainers have as many batches, and each batch has the totals of its step.
+            is_aligned: whether all trainers have equally many batches, each with the totals of its step.
         """
         no_limit = 0.0  # seconds; RPC then never raises a timeout
         return self._on_trainers(no_limit, BatchTrainer.train_on, make_batches, steps_before, is_aligned)

@@ -1,7 +1,7 @@
 """Synthetic rows like those of Criteo's display ads, for measurements of preparation.
 
-The columns have the numbers of distinct values of Criteo's Kaggle data set (45,840,617 rows), drawn by Zipf's
-law, and about its fraction of missing values.
+Each sparse column has at most as many distinct values as in Criteo's Kaggle data set (45,840,617 rows). The
+values are drawn by Zipf's law. About the same fraction of values is missing.
 """
 
 from pathlib import Path

@@ -28,7 +28,7 @@ def traced(batches: list[Batch], num_ahead: int, file: Path) -> Iterator[Batch]:
 
     Args:
         num_ahead: how many steps ahead of training the batches are read. The trace ends with the last batch,
-            so it lacks as many steps.
+            so it lacks the last ``num_ahead`` steps.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield from batches

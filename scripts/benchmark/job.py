@@ -51,7 +51,7 @@ class Job:
         """Train all steps, and write the result. All processes of the system must be running meanwhile.
 
         Args:
-            train: takes some steps, and returns the mean loss over the global batch of each.
+            train: takes some steps, and returns for each step the mean loss over the global batch.
         """
         total = self.num_warm_up + self.num_steps
         losses = train(range(self.num_warm_up))

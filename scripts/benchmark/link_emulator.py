@@ -1,4 +1,4 @@
-"""A link with a delay and a bandwidth between two network interfaces; not every kernel has netem.
+"""Emulation of a link with a delay and a bandwidth between two interfaces, for kernels without netem.
 
 ``python link_emulator.py SECONDS BITS_PER_SECOND INTERFACE INTERFACE`` forwards frames as root, until it is
 killed. A frame leaves after the frames before it, at this bandwidth, and arrives SECONDS later.

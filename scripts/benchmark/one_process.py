@@ -1,4 +1,4 @@
-"""One process without a cluster: the global batch, with ``nn.EmbeddingBag`` or the tables of FBGEMM.
+"""Training on global batches in one process, with ``nn.EmbeddingBag`` or the tables of FBGEMM.
 
 FBGEMM looks up all tables by one kernel, and updates them by another within the backward pass.
 """

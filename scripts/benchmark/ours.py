@@ -79,7 +79,7 @@ def train_job(topology: Topology, config: RunConfig) -> None:
 
 
 def select_batches(workload_name: str, trainers: int, steps: range, trainer: int) -> list[Batch]:
-    """Return the batches of trainer number ``trainer`` for some steps, of a job with ``trainers``."""
+    """Return a trainer's batches for some steps; global ones unless ``trainers`` is as in the workload."""
     batches = _make_batches(workload_name, trainers, trainer)
     return [batches[step % len(batches)] for step in steps]
 

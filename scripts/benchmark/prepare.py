@@ -42,7 +42,7 @@ class Cost:
 
     Attributes:
         cpu_seconds: user and system time of all threads.
-        memory_bytes: growth of the peak memory.
+        memory_bytes: peak resident memory, minus the resident memory before the preparation.
     """
 
     variant: str
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _measure(variant: str, rows: int, file: Path) -> Cost:
-    """Prepare a file in this process."""
+    """Return the cost of preparing a file in this process."""
     memory_bytes, cpu_seconds, start = (
         psutil.Process().memory_info().rss,
         time.process_time(),

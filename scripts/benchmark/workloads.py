@@ -133,7 +133,7 @@ class Workload:
 
 
 def concatenation(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
-    """Return the dense net of W2."""
+    """Return the dense net of W2, W4, W5 and W6."""
     bottom = nn.Sequential(nn.Linear(NUM_DENSE, 64), nn.ReLU())
     head = nn.Sequential(nn.Linear(64 + sum(widths), 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
     return DenseNet(bottom, Concatenation(), head)
@@ -154,7 +154,7 @@ WORKLOADS = {
 
 
 def bag_offsets(sparse: SparseFeatures) -> Tensor:
-    """Return the start of each bag, of shape (K * B + 1), also if each bag has one id."""
+    """Return the start of each bag and the end of the last, of shape (K * B + 1), also without offsets."""
     return torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets
 
 

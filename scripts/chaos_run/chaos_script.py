@@ -1,4 +1,4 @@
-"""The script of ``scripts/chaos --script``: a custom loop that resumes from the folder of its argument."""
+"""The script of ``scripts/chaos --script``: a custom loop that resumes from the folder in its argument."""
 
 import sys
 from typing import Any

@@ -56,7 +56,7 @@ class HostsRun(DisturbedRun):
         self._stack.close()
 
     def await_end(self) -> None:
-        """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
+        """Wait for the end of the run; HybridError if it fails, AssertionError after two minutes."""
         code = self._roles[MASTER].wait(_SILENT_SECONDS).code
         if code:
             raise HybridError(self._roles[MASTER].stderr.rstrip().rpartition("\n")[2])

@@ -46,7 +46,7 @@ def show_usage(console: Console, usage: Mapping[str, Sequence[Usage]]) -> None:
 
 
 def save(path: Path, seed: int, kills: Sequence[Kill], restarts: int, runs: dict[str, list[str]]) -> None:
-    """Write everything to a JSON file.
+    """Write the seed, the kills and their results to a JSON file.
 
     Args:
         restarts: number of restarts by the launchers.

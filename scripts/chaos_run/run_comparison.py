@@ -12,7 +12,7 @@ _TIMES = ("time", "samples_per_second", "phase_seconds")
 
 
 def differences(uninterrupted: Path, killed: Path) -> list[str]:
-    """Return what differs in two runs: files of the last checkpoint, and lines of metrics.jsonl."""
+    """Return what differs in the last checkpoints and metrics.jsonl; HybridError without a checkpoint."""
     differing = []
     ours, theirs = (_final_tensors(run) for run in (killed, uninterrupted))
     for name in sorted(ours.keys() | theirs.keys()):

@@ -36,7 +36,7 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class Kill:
-    """One role killed or frozen.
+    """A role that was killed or frozen, or a host that was killed or unplugged.
 
     Attributes:
         seconds: until the next step; None if the run was disturbed again or ended before.

@@ -79,7 +79,7 @@ class _Job:
         """Disturb the job after each new checkpoint, and wait for its end.
 
         Raises:
-            HybridError: the job does not resume.
+            HybridError: the job does not resume, or does not end.
         """
         wait_until(lambda: self._newest > 0, "no checkpoint")
         for name, rank in _RANKS.items():

@@ -179,7 +179,7 @@ def _await_nodes(environment: dict[str, str]) -> None:
 
 
 def wait_until(condition: Callable[[], bool], failure: str) -> None:
-    """Wait for an event of Slurm; raise HybridError if it does not occur."""
+    """Wait for an event of Slurm; HybridError if it does not occur within three minutes."""
     deadline = time.monotonic() + _EVENT_SECONDS
     while not condition():
         if time.monotonic() > deadline:
