@@ -88,7 +88,7 @@ def map_keys(
             continue
         arrays = checkpoint.map_shard(table, index)
         if checkpoint.is_exported and "keys" in arrays:
-            made_up = dict.fromkeys(_OF_KEYS, np.zeros(0, np.int64)) | {STEPS_BEFORE: np.zeros(1, np.int64)}
+            made_up = dict.fromkeys(_OF_KEYS, np.zeros(0, np.int64)) | {STEPS_BEFORE: np.ones(1, np.int64)}
             of_rows = dict.fromkeys(KINDS_OF_KEYS, np.broadcast_to(np.int64(1), arrays["keys"].shape))
             arrays = made_up | of_rows | arrays
         if problem := _find_problem(arrays, widths, of_file, checkpoint.manifest.step):
