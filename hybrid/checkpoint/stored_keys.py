@@ -76,7 +76,7 @@ def map_keys(
     """Yield the arrays of each file with keys in ``buckets``, mapped into memory, in ascending order of keys.
 
     A file may also have other keys, and more optimizer state than ``widths``. An export lacks the records;
-    they are set as if each key had been read once, at step 1.
+    they are set as if each key had been read once, at the only step of an earlier run.
 
     Raises:
         CheckpointError: the table is missing, lacks arrays of these widths, or has an invalid file.

@@ -244,6 +244,8 @@ def test_served_model_scales_as_the_last_unit_did(folder: Path) -> None:
     start_before(run_folder, first.base.step)
     output_of(["export", "served", "--output", "exported", "--follow", "--format", "tables"], folder)
     assert hybrid.load(folder / "exported").encode(raw)["dense"] == final
+    line = commands.refusal("export", run_folder, "--output", "/proc/exported", "--follow", "--format=tables")
+    assert "/proc/exported: cannot be written: " in line
 
 
 def test_stream_is_that_of_one_process(folder: Path) -> None:

@@ -165,12 +165,7 @@ UNEVEN = partial(Case, trainers=3, inputs="uneven")
 FURTHER_CASES = [
     SEQUENCES(inputs="uneven", update="lookahead"),
     WEIGHTED_SEQUENCES(
-        inputs="uneven",
-        update="lookahead",
-        placement="row",
-        micro_batches=2,
-        clip_norm=0.2,
-        optimizer="adam",
+        inputs="uneven", update="lookahead", placement="row", micro_batches=2, clip_norm=0.2, optimizer="adam"
     ),
     UNEVEN(growing="all", row_dtype="bfloat16", optimizer="ftrl", placement="row"),
     UNEVEN(row_dtype="mixed", placement="row", pooled_by="trainers", update="lookahead", features="mean"),
