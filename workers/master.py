@@ -49,8 +49,8 @@ def report_cause(
 def diagnose(error: ClusterError, when: str) -> ClusterError:
     """Return the error to report: ``error``, with the text ``when``, such as "at step 12", in its message.
 
-    A self-contained error of another role stays unchanged. If a lost role may be the cause, wait a second, in
-    which the thread of the heartbeats may raise a LostRoleError here.
+    An error of another role stays unchanged if its message is complete. If a lost role may be the cause, wait
+    a second, in which the thread of the heartbeats may raise a LostRoleError here.
     """
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)

@@ -450,7 +450,7 @@ def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
 
 
 def index_of(environment: Mapping[str, str], kind: RoleKind) -> int:
-    """Return the index that Kubernetes gives to a pod of an indexed job; ConfigError if it gives none."""
+    """Return the index that Kubernetes gives to a pod of an indexed job; ConfigError if it is missing."""
     if _INDEX not in environment:
         rule = f"must be given: the index of the {kind}, from 0 (Kubernetes sets {_INDEX} in indexed jobs)"
         raise ConfigError("--index", rule)

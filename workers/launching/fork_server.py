@@ -67,7 +67,7 @@ class ProcessEnd:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the system kill this process, even if it is frozen, when its parent, process ``parent``, ends."""
+    """Make the system kill this process, even if frozen, when its parent ends; exit if that has ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -218,7 +218,6 @@ class ForkServer:
         self._connection.close()
 
     def is_running(self) -> bool:
-        """Return whether the server runs."""
         return self._process.poll() is None
 
     def isolate(self) -> None:
@@ -251,6 +250,7 @@ class ForkServer:
 
         Raises:
             HybridError: a module cannot be imported, or the server cannot listen on the address.
+            OSError: the system refuses to start another process.
         """
         self.preload()
         self._pids = self._call("start", pickle.dumps((target, calls)), address, port)
