@@ -118,7 +118,9 @@ def test_killed_launcher_leaves_nothing_behind(endless: list[str], tmp_path: Pat
     # Without a namespace, this process sees the ports.
     run_folder = settings(run={"folder": "run"}, cluster={"namespace": "off"})
     shared_memory = set(Path("/dev/shm").iterdir())
-    with started(["launch", *endless, *run_folder, *ONE_EACH], tmp_path) as command:
+    with started(
+        ["launch", *endless, *run_folder, "--set", "checkpoint.keep_best=none", *ONE_EACH], tmp_path
+    ) as command:
         command.await_step()
         assert network_of(command.role("trainer 0")) == network_of()
         with pytest.raises(SystemExit, match=r"^hybrid launch: run\.folder = "):

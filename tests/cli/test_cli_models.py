@@ -108,6 +108,7 @@ def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     output_of([*COMPARE, "clicks.toml", *changed], tmp_path)
 
 
+@pytest.mark.long
 def test_retrieval_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     (tmp_path / "choices.toml").write_text(code_block("docs/models.md", "toml", "retrieval"))
     write_choices(tmp_path / "choices.csv")

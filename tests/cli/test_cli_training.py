@@ -42,8 +42,8 @@ def build(config, input_spec, widths):
 
 def test_compare_finds_no_difference(tiny: list[str], tmp_path: Path) -> None:
     data = {"weight": "weight", "weighted_metrics": "true"}
-    overrides = settings(train={"update": "lookahead"}, data=data)
-    printed = output_of(["compare", "--steps", 25, *tiny, *overrides], tmp_path)
+    overrides = settings(train={"update": "lookahead", "batch_size": 256}, data=data)
+    printed = output_of(["compare", "--steps", 10, *tiny, *overrides], tmp_path)
     assert "table C1 " in printed
     assert "trainer 1: head.0.weight" in printed
     assert re.search(r"test AUC: cluster (0\.\d+), one process \1\n", printed)
@@ -59,7 +59,7 @@ def test_batch_normalization_differs_only_with_micro_batches(
     overrides = settings(
         dense={"net": "norm_net:build"}, train={"micro_batches": parts}, cluster={"workers": 1}
     )
-    ended = run(["compare", "--steps", 5, *tiny, *overrides], tmp_path)
+    ended = run(["compare", "--steps", 3, *tiny, *overrides], tmp_path)
     assert (ended.code, ended.stdout.count("batch normalization in head.1 ")) == (differs, differs)
     assert "trainer 0: head.1.num_batches_tracked" in (ended.stderr if differs else ended.stdout)
 

@@ -19,24 +19,6 @@ def folders(*seeds: int) -> list[str]:
     return [f"run/seed-{seed}" for seed in seeds]
 
 
-def test_each_seed_has_a_run_and_the_metrics_a_mean(tiny: list[str], tmp_path: Path) -> None:
-    ended = run(["launch", *tiny, *ONE_EACH, *RUN, "--seeds", "2", "--json"], tmp_path)
-    assert ended.code == 0
-    printed: dict[str, Any] = json.loads(ended.stdout)
-    results = [result_of(tmp_path / folder) for folder in folders(1, 2)]
-    assert printed["runs"] == dict(zip(folders(1, 2), results, strict=True))
-    configs = [tomllib.loads((tmp_path / folder / "config.toml").read_text()) for folder in folders(1, 2)]
-    assert [config["run"]["seed"] for config in configs] == [1, 2]
-    assert results[0]["auc"] != results[1]["auc"]
-    assert list(printed["metrics"]) == [*METRICS]
-    for name, found in printed["metrics"].items():
-        values = [result[name] for result in results]
-        assert found["mean"] == pytest.approx(sum(values) / 2)
-        assert found["deviation"] == pytest.approx(statistics.stdev(values))
-    auc = printed["metrics"]["auc"]
-    assert f"\nAUC                 {auc['mean']:.4f} ± {auc['deviation']:.4f}\n" in ended.stderr
-
-
 def test_interrupted_runs_continue(endless: list[str], tmp_path: Path) -> None:
     """The first run continues, the others start; afterwards, nothing is left to do."""
     job = ["launch", *endless, *ONE_EACH, *RUN]
@@ -51,16 +33,35 @@ def test_interrupted_runs_continue(endless: list[str], tmp_path: Path) -> None:
     step = int(saved.name.removeprefix("step-")) + 2
     again = [*job, *settings(train={"max_steps": step}), "--seeds", "2"]
     assert "run.folder" in run(again, tmp_path).stderr
-    printed = output_of([*again, "--resume", "auto"], tmp_path)
-    assert f"\nresuming from step {step - 2}: run/seed-1/" in printed
-    assert "; starting run/seed-2\n" in printed
+    again += ["--resume", "auto"]
+    ended = run([*again, "--json"], tmp_path)
+    assert ended.code == 0
+    assert f"\nresuming from step {step - 2}: run/seed-1/" in ended.stderr
+    assert "; starting run/seed-2\n" in ended.stderr
     results = [(tmp_path / folder / "result.json").read_bytes() for folder in folders(1, 2)]
-    assert [json.loads(each)["steps"] for each in results] == [step, step]
-    finished = output_of([*again, "--resume", "auto"], tmp_path)
+    check_results(tmp_path, json.loads(ended.stdout), ended.stderr, step)
+    finished = output_of(again, tmp_path)
     for folder in folders(1, 2):
         assert f"{folder} has finished" in finished
-    assert finished.endswith(printed[printed.index("\nmean and ") :])
+    assert ended.stderr.endswith(finished[finished.index("\nmean and ") :])
     assert results == [(tmp_path / folder / "result.json").read_bytes() for folder in folders(1, 2)]
+
+
+def check_results(folder: Path, printed: dict[str, Any], text: str, step: int) -> None:
+    """Check that each seed has a run that ended after a step, and that metrics are shown with their mean."""
+    results = [result_of(folder / each) for each in folders(1, 2)]
+    assert [each["steps"] for each in results] == [step, step]
+    assert printed["runs"] == dict(zip(folders(1, 2), results, strict=True))
+    configs = [tomllib.loads((folder / each / "config.toml").read_text()) for each in folders(1, 2)]
+    assert [config["run"]["seed"] for config in configs] == [1, 2]
+    assert results[0]["auc"] != results[1]["auc"]
+    assert list(printed["metrics"]) == [*METRICS]
+    for name, found in printed["metrics"].items():
+        values = [result[name] for result in results]
+        assert found["mean"] == pytest.approx(sum(values) / 2)
+        assert found["deviation"] == pytest.approx(statistics.stdev(values))
+    auc = printed["metrics"]["auc"]
+    assert f"\nAUC                 {auc['mean']:.4f} ± {auc['deviation']:.4f}\n" in text
 
 
 def test_result_of_one_run_is_printed_as_json(trained: TrainedRun, tmp_path: Path) -> None:
