@@ -132,8 +132,8 @@ class Key:
         """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
         Lists become tuples. If the key is a list, a single value becomes a tuple, except text with a comma.
-        Integers become floats if the key is a float, and text if the key takes numbers. A name with arguments
-        gets its canonical spelling.
+        An integer becomes a float if the key is a float. Numbers and booleans become text if the key is text
+        that may be a number. A valid name with arguments gets its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key

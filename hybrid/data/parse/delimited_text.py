@@ -200,7 +200,7 @@ class _Parser:
             yield rest
 
     def count_complete(self, block: bytes) -> int:
-        """Return the number of bytes up to the end of the last row that no later block can continue."""
+        """Return the number of bytes before the first row that a later block may continue."""
         if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
             return len(block)
         lines = _Lines(block, 1, 0)

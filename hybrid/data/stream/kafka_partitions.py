@@ -292,7 +292,7 @@ class PartitionReader:
         return {}  # the unit has the offsets
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far."""
+        """Return the invalid rows read so far, however many; reading the batches raises DataError."""
         return self._log.report()
 
     def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:

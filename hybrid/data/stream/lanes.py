@@ -171,7 +171,7 @@ class LaneReader:
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows of the lanes; DataError if there are too many."""
+        """Return the invalid rows read so far; DataError if their fraction in a lane is too large."""
         return InvalidRowReport.merge([lane.log.finish() for lane in self._lanes.values()])
 
     def _current(self) -> dict[int, LanePosition]:

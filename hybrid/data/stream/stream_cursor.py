@@ -42,7 +42,10 @@ def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
 def open_reader(
     config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
 ) -> Reader:
-    """Return the reader of one trainer, from the position of ``unit`` on; DataError if it cannot be read."""
+    """Return the reader of one trainer, from the position of ``unit`` on.
+
+    For files, raise DataError if a file cannot be read, or if the position does not fit the files or lanes.
+    """
     kind = PartitionReader if config.data.is_topic else LaneReader
     return kind(config, encoder, unit, trainer, num_trainers)
 

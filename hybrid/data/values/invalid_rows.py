@@ -91,7 +91,7 @@ class InvalidRowReport:
 
     @classmethod
     def merge(cls, reports: Sequence[Self]) -> Self:
-        """Return the sums of the counts, and the first examples of all reports."""
+        """Return the sums of the counts, and the first 10 examples, in the order of the reports."""
         counts = sum((Counter(each.counts) for each in reports), Counter[str]())
         examples = (example for each in reports for example in each.examples)
         return cls(dict(counts), tuple(islice(examples, MAX_EXAMPLES)))

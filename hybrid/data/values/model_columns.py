@@ -189,7 +189,10 @@ class ColumnReader:
 def _split_items(
     items: pa.Array, missing: tuple[str, ...], weight_separator: str
 ) -> tuple[pa.Array, pa.Array]:
-    """Return the ids and the weights of items, null if missing; ArrowTypeError if items are no pairs."""
+    """Return the ids and weights of items, which are text or structs of two fields; else ArrowTypeError.
+
+    A missing text has a null id and a null weight. A text without a separator has a null weight.
+    """
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
             raise pa.ArrowTypeError(f"expected pairs of an id and a weight, found {items.type}")
