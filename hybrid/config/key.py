@@ -133,7 +133,7 @@ class Key:
 
         Lists become tuples. If the key is a list, a single value becomes a tuple, except text with a comma.
         An integer becomes a float if the key is a float. Numbers and booleans become text if the key is text
-        that may be a number. A valid name with arguments gets its canonical spelling, except in a list.
+        with ``takes_numbers``. A valid name with arguments gets its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
