@@ -17,10 +17,11 @@ from hybrid.storage import files as storage
 
 
 def check_columns(config: RunConfig) -> None:
-    """Check that side tables, and the first non-empty file of each split, have the required columns.
+    """Check the columns of the first non-empty file of each side table and each split.
 
-    For a topic, check ``data.columns``. Raise ConfigError if a column is missing or not allowed, or the
-    configuration is invalid. Raise DataError if a file is missing, unreadable, or has a column twice.
+    For a topic, check ``data.columns`` instead; the files of a stream may be missing. Raise ConfigError if a
+    column is missing or not allowed, or the configuration is invalid. Raise DataError or StorageError if a
+    file is missing or unreadable; DataError if it has a required column twice, or a side table is empty.
     """
     data = config.data
     if data.format == "synthetic":

@@ -38,7 +38,7 @@ class TableBlock(NamedTuple):
     """Consecutive rows of one file."""
 
     columns: dict[str, pa.Array]  # the required columns by name, n rows each
-    lines: npt.NDArray[np.int64]  # int64 (n,), 1-based line (Parquet: row) in the file
+    lines: npt.NDArray[np.int64]  # int64 (n,), 1-based line (Parquet: row) in the segment
     # int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
     rows: npt.NDArray[np.int64]
     num_rows: int  # rows of the block, invalid ones included
@@ -107,12 +107,12 @@ class Layout:
 
     @property
     def joined(self) -> dict[str, str]:
-        """The columns of all side tables, each with the path of the first file of its table."""
+        """The columns that side tables add, each with the path of the first non-empty file of its table."""
         return {name: table.path for table in self.side_tables for name in table.columns.column_names}
 
     @property
     def delimiter(self) -> str:
-        """The delimiter of normalized lines: one character, which replaces a longer ``data.delimiter``."""
+        """The delimiter of lines to parse: ``data.delimiter``, or one character that replaces longer text."""
         return self.data.delimiter if len(self.data.delimiter) == 1 else "\x1f"
 
     @property
@@ -122,10 +122,11 @@ class Layout:
         return dataclasses.replace(self, data=data)
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
-        """Check that a file with the columns ``names`` has each required column exactly once.
+        """Check that each column to read is in the file at ``path``, which has the columns ``names``.
 
-        A folder ``NAME=VALUE`` of its path, or a side table, may have the column instead. Raise ConfigError
-        if the column is missing, or is in the file and a side table; DataError if it is in ``names`` twice.
+        A folder ``NAME=VALUE`` of the path, or a side table, may have the column instead. Raise ConfigError
+        if a column is missing and not in ``optional``, or if both the file (or its path) and a side table
+        have it. Raise DataError if the file has the column twice.
         """
         known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.named:
@@ -156,7 +157,7 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return [data] to read new files for a model; ConfigError if a multi-hot CSV column has no separator."""
+    """Return [data] for new files of a model; ConfigError if a multi-hot column of CSV has no separator."""
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files
         file_format = "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"

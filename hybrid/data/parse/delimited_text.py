@@ -1,8 +1,7 @@
 """Delimited text, plain or compressed, in blocks of columns with exact line numbers.
 
-pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. A quoted
-field cannot hold a line break; if it does, its lines are one invalid row. A stray quote invalidates its line,
-but not the following lines.
+pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. If a
+quoted field has line breaks, its lines are one invalid row. Any other open quote invalidates only its line.
 """
 
 import csv
@@ -61,10 +60,9 @@ def read_lines(
 
     Args:
         start, stop: results of :func:`find_record_start`, or 0 and None for the start and end of the file.
-        block_bytes: number of bytes to read at once. The rows that end in these bytes are a block.
+        block_bytes: number of bytes to read at once. The rows that end in these bytes are one or more blocks.
 
-    Raises:
-        ConfigError, DataError: see :func:`hybrid.data.parse.sources.read_segment`.
+    For errors, see :func:`hybrid.data.parse.sources.read_segment`.
     """
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
@@ -73,7 +71,6 @@ def read_lines(
 
 
 def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a range, at most ``size`` at a time; ``start`` is 0 for compressed text."""
     rest = sys.maxsize if stop is None else stop - start
     with open_text(path) as file:
         if start:
@@ -87,7 +84,7 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
     """Yield the rows of text that arrives in chunks, in blocks; yield a row once it is complete.
 
     Messages name ``path``. Raise ConfigError if a required column is missing. Raise DataError if the text is
-    empty or compressed, has a line of more than 16 MiB, or an unusable header.
+    blank or no plain text, or has a line of more than 16 MiB, an unusable header or a required column twice.
     """
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
@@ -103,7 +100,7 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 
 
 def parse_lines(text: bytes, layout: Layout) -> TableBlock:
-    """Return the rows of ``text``: lines without a header, with the columns ``data.columns``.
+    """Return the rows of ``text``: lines without a header, whose fields are ``data.columns`` in this order.
 
     Every line must end with a line feed. A line is one row, even with an open quote; blank lines are skipped.
     """
@@ -112,10 +109,10 @@ def parse_lines(text: bytes, layout: Layout) -> TableBlock:
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return the position of the first row that ends after byte ``at`` of a plain text file.
+    """Return the position of the first row that is not complete in the first ``at`` bytes of a plain text.
 
     If a line has more than 16 MiB before ``at``, return ``at``: the segment before it has a line that is too
-    long to read. For errors, see :func:`read_header`.
+    long to read. For errors, see :func:`read_header`. If a read fails, raise DataError or StorageError.
     """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
@@ -215,7 +212,6 @@ class _Parser:
         return len(block)
 
     def parse(self, lines: _Lines) -> TableBlock:
-        """Return the required columns of the rows of ``lines``."""
         self._drop_blank(lines)
         row_of_line = np.cumsum(lines.keep) - 1
         num_rows = int(lines.keep.sum())
@@ -332,10 +328,11 @@ class _Parser:
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """Return the column names by position, and the 1-based line of the header, or 0 without a header.
 
-    ``head`` is the first 1 MiB of the file. If the file has no line for a header, return ``layout.required``.
+    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, and the first 100
+    lines of a smaller file are blank, return ``layout.required`` and 0.
 
     Raises:
-        ConfigError: the file lacks a required column.
+        ConfigError: the file lacks a required column, or a side table also has it.
         DataError: the file is no text, its header is unusable, or it has a required column twice.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
@@ -390,9 +387,8 @@ def _cut_to_lines(
 ) -> Iterator[bytes]:
     """Yield ``chunks`` as normalized blocks of complete lines; DataError if a line is longer than 16 MiB.
 
-    Args:
-        chunks: of at most 16 MiB, cut anywhere. Lines that end in one are yielded before the next is read.
-        is_start: whether the chunks start the file, so that a byte order mark is removed.
+    Chunks of at most 16 MiB may be cut anywhere. Lines that end in a chunk are yielded before the next chunk
+    is read. If ``is_start``, a byte order mark is removed.
     """
     rest = b""
     for chunk in chunks:
@@ -433,9 +429,10 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 
 @contextmanager
 def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
-    """Open a text file, and decompress it if necessary; seek only in plain text.
+    """Yield an open text file, decompressed if necessary; callers may seek only in plain text.
 
-    A read from a store requests only the bytes that it returns. Failed reads raise DataError or StorageError.
+    A read of plain text from a store requests only the bytes that it returns; compressed text is requested in
+    blocks of 4 MiB. Failed reads raise DataError or StorageError.
     """
     with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:
         start = file.read(_LOOK_BYTES)

@@ -29,7 +29,7 @@ SAMPLED_BLOCK_BYTES = 32 << 10
 
 @contextmanager
 def convert_read_errors(path: StoragePath) -> Iterator[None]:
-    """Convert errors while reading a file to DataError; a StorageError is not converted."""
+    """Convert errors of reading and decompressing to DataError, but not StorageError and MemoryError."""
     try:
         yield
     except (MemoryError, StorageError):
@@ -87,7 +87,7 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path, as in Hive; None for a missing value."""
+    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path; None for the name of null in Hive."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
@@ -102,7 +102,7 @@ def _is_partition(name: str) -> bool:
 
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
-    """Return the files of ``paths``; a folder stands for its files, sorted by name, without hidden files.
+    """Return the files of ``paths``; a folder stands for its files, sorted by path, without hidden files.
 
     Args:
         paths: local paths, URLs, or patterns such as ``day=*/part-?.csv``. In a folder, the subfolders
@@ -111,7 +111,8 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
     Raises:
         ConfigError: ``paths`` is empty.
-        DataError: a path does not exist or is no regular file, or a folder has no files.
+        DataError: a path is neither a regular file nor a folder, or a folder is unreadable or has no files.
+        StorageError: a store refuses a request, or the system refuses a path.
     """
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
@@ -130,7 +131,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand(text: str) -> list[StoragePath]:
-    """Return the sorted, visible matches of a pattern; if ``text`` exists or has no match, only its path."""
+    """Return the sorted, unhidden matches of a pattern; only its path if ``text`` exists or has no match."""
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
@@ -186,8 +187,8 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
     """Return the files by split; the files of side table N have the name ``data.joins[N]``.
 
     Raises:
-        ConfigError: a key names no file, or two splits have the same file, or files of the same content.
-        DataError: a path has no files (:func:`list_files`), or a file cannot be read.
+        ConfigError: ``data.path`` or a side table names no path, or two splits have files of equal content.
+        DataError, StorageError: a path has no files (:func:`list_files`), or a file cannot be read.
     """
     files: dict[str, tuple[InputFile, ...]] = dict.fromkeys(data.splits, ())
     if data.format == "synthetic":
@@ -207,13 +208,13 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
 
 
 def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
-    """Return the files of each side table of ``data.joins``; DataError if a path has no files."""
+    """Return the files of each side table of ``data.joins``; for errors, see :func:`find_input_files`."""
     lists = [list_files(call["path"], JOINS) for call in data.join_calls]
     return tuple(tuple(storage.map_concurrently(InputFile.of, paths)) for paths in lists)
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
-    """Raise DataError if one of ``files`` has changed since its identity was read, or cannot be read."""
+    """Raise DataError if a file differs from its identity; DataError or StorageError if it is unreadable."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:

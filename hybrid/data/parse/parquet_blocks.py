@@ -1,7 +1,7 @@
 """Parquet files in blocks of bounded size.
 
 Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
-Therefore, texts are read as dictionaries, a few rows at a time, and decoded to at most ``MAX_DECODED_BYTES``.
+Therefore, texts with a dictionary stay encoded, at most ``MAX_DECODED_BYTES`` of texts per column and block.
 A file is rejected if its metadata claim more values or bytes than its compressed size plausibly holds.
 """
 
@@ -40,7 +40,7 @@ def read_parquet(
 ) -> Iterator[TableBlock]:
     """Yield the rows of the row groups ``start`` to ``stop`` - 1 (default: all), numbered from 1, in blocks.
 
-    For errors, see :func:`hybrid.data.parse.sources.read_segment`. An empty file has no rows.
+    For errors, see :func:`hybrid.data.parse.sources.read_segment`. A file of 0 bytes has no rows.
     """
     with convert_read_errors(path):
         if not files.require_file(path).size:  # Spark writes such files beside others
@@ -74,7 +74,6 @@ def read_parquet(
 
 
 def _has_dictionary(file: pq.ParquetFile, i: int) -> bool:
-    """Return whether a column holds texts, and a row group of the file has a dictionary for it."""
     column, metadata = file.schema.column(i), file.metadata
     if column.physical_type != "BYTE_ARRAY" or column.logical_type.type == "DECIMAL":
         return False

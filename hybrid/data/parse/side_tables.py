@@ -35,13 +35,15 @@ _PARQUET = b"PAR1"  # the first bytes of a file
 class SideTable:
     """A side table in memory."""
 
-    path: str  # the first file, for messages
+    path: str  # the first file that is not empty, for messages
     key: str  # the column of the input, or of an earlier side table, with the keys to find
     keys: Vocabulary  # the key of each row
     columns: pa.Table
 
     def join(self, reader: ColumnReader) -> dict[str, pa.Array]:
         """Return the columns of the side table for the rows of a block; null for a missing or unknown key.
+
+        Reject rows whose key is inexact or too long. Return {} if the model reads no column of the table.
 
         Raises:
             ConfigError: the key column of the block holds lists.
@@ -69,13 +71,15 @@ def read_side_tables(
     """Read the side tables of ``data.joins`` into memory, in their order.
 
     Args:
-        names: the columns that the model reads, and the keys; see :attr:`Layout.required`.
+        names: the columns to look for: :attr:`Layout.required` of a layout without side tables.
         files: the files of each side table; see :func:`hybrid.data.parse.input_files.find_side_files`.
-        with_rows: whether to read the rows; if not, only the columns are checked.
+        with_rows: whether to read the rows; if not, check only the columns of the first non-empty files.
 
     Raises:
-        ConfigError: a file lacks the key or a column of the first file, or two side tables share a column.
-        DataError: a file cannot be read, has changed, or has no rows, an invalid row or two rows for a key.
+        ConfigError: a file lacks the key or a column of the first non-empty file, the key holds lists, or a
+            column has the name of a column or key of an earlier side table.
+        DataError: a file is unreadable, changed or has an invalid row; or a table has no rows or a key twice.
+        StorageError: a store refuses a request, or the system refuses a path.
     """
     tables: list[SideTable] = []
     owners: dict[str, str] = {}
@@ -98,7 +102,6 @@ def _read_table(
     files: Sequence[InputFile],
     with_rows: bool,
 ) -> SideTable:
-    """Read the key of a side table, and the columns of its first file that are in ``names``."""
     key = call["table_key"] or call["key"]
     data = DataSection(columns=call["columns"], delimiter=data.delimiter, missing=data.missing)
     wanted: list[str] | None = None  # as the first file has them

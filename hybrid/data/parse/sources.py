@@ -1,7 +1,7 @@
 """Input files as blocks of parsed rows: CSV, Criteo's TSV, Parquet.
 
 A file is cut into segments that are read independently. A segment is a byte range of plain text, a range of
-row groups of Parquet, or a complete compressed file. The cuts depend only on the file, not on the machine.
+row groups of Parquet, or a complete compressed file. The cuts do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def split_files(
     """Return the segments of ``files`` in row order. An unreadable file is one segment: reading it fails.
 
     Args:
-        min_rows: the row groups of a Parquet file are joined to segments of at least this number of rows.
+        min_rows: a segment of a Parquet file has at least this number of rows, except the last of the file.
         num_bytes: approximate size of a segment of text; 0 for 64 MiB.
     """
 
@@ -145,8 +145,10 @@ def read_segment(
         block_bytes: number of bytes to read at once for a block of text; 0 for 16 MiB.
 
     Raises:
-        ConfigError: the file lacks a column.
-        DataError: the file cannot be read, has a line or row that is too long, or false sizes in metadata.
+        ConfigError: the file lacks a column, or a side table also has the column.
+        DataError: the file is unreadable or of another format; or it has an unusable header, a required
+            column twice, a line or row that is too long, or false sizes in its metadata.
+        StorageError: a store refuses a request, or the system refuses the path.
     """
     path, start, stop = segment.path, segment.start, segment.stop
     if layout.data.format == "parquet":
@@ -168,8 +170,8 @@ def read_blocks(
         text: chunks of text to read instead of a file; ``files`` is then one path, a name for messages.
 
     Raises:
-        ConfigError: a file lacks a column, or a column holds lists instead of single values.
-        DataError: a file or column cannot be read, all rows are invalid, or ``log`` allows no invalid row.
+        ConfigError, DataError, StorageError: see :func:`read_segment` and :func:`parse`. DataError, too, if
+            all rows of a file or its first 10,000 are invalid, or if a row is, and ``log`` allows none.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
@@ -185,7 +187,7 @@ def read_blocks(
 
 
 def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
-    """Return the column names of a file by position, checked by :meth:`Layout.require`."""
+    """Return the column names of a file by position; for errors, see :func:`read_segment`."""
     if layout.data.format == "parquet":
         with convert_read_errors(path), open_parquet(path) as source:
             names: Sequence[str] = pq.read_schema(source).names
@@ -196,7 +198,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block by name, and the columns of its path (:func:`path_columns`)."""
+    """Return the columns of a block by name, and those of its path that the file lacks."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns
@@ -210,7 +212,8 @@ def parse(
     ``first_row`` is the index of the first row of ``table`` among the rows of all files.
 
     Raises:
-        ConfigError, DataError: a column has an unsuitable type, or no row has a known key of a side table.
+        ConfigError: a column holds lists instead of single values.
+        DataError: a column has an unsuitable type, or no row of 1000 or more has a known key of a side table.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)
