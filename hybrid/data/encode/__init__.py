@@ -1,4 +1,4 @@
-"""Values to table rows and scaled numbers: vocabularies, hashing and scaling, fitted on the training rows.
+"""Categorical values to table rows, and numbers to scaled numbers, by statistics of the training rows.
 
-``fitting`` collects statistics, ``feature_encoder`` holds the result and encodes blocks.
+``fitting`` collects statistics. ``feature_encoder`` encodes rows. ``vocabulary_file`` stores vocabularies.
 """

@@ -1,8 +1,8 @@
-"""The encoder of a model: rows to numbers, by vocabularies, hashing and scaling fitted on the training rows.
+"""The encoder of a model: rows to numbers, by vocabularies, hashes, buckets and scaling.
 
-In tables of fixed size, row 0 is for missing values and values unknown at training time. Bucket 0 holds the
-numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]`` up to, but not including,
-``bounds[i]``.
+In tables of fixed size, row 0 is for values unknown at training time. In a column of one value per row, it
+is for missing values, too. Bucket 0 holds the numbers below ``bounds[0]``. Bucket i holds the numbers from
+``bounds[i - 1]`` up to, but not including, ``bounds[i]``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DenseEncoding:
     # shift, scale: the scaled value of a number x is (transform(x) - shift) / scale.
     shift: float = 0.0
     scale: float = 1.0
-    # The scaled value of a missing number: the scaled training mean, or 0 without scaling.
+    # The scaled value of a missing number: the scaled mean (training or given), or 0 without scaling.
     missing: float = 0.0
     transform: str = "none"  # "none", or "log" for sign(x) * log(1 + |x|)
 
@@ -73,8 +73,7 @@ def item_positions(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the positions of all items in the bags ``rows``, bag by bag, and the lengths of the bags.
 
-    Args:
-        offsets: the start of each bag, and the end of the last.
+    ``offsets`` are the start of each bag, and the end of the last.
     """
     starts_B = offsets[rows]
     lengths_B = offsets[rows + 1] - starts_B
@@ -104,7 +103,7 @@ class SparseEncoding:
         return self.vocabulary == GROW
 
     def rows(self, values: pa.Array) -> Ids:
-        """Return the table row, or the key, of each text; 0 for an unknown text or null."""
+        """Return the table row of each text, 0 for an unknown text or null; keys if the table grows."""
         if self.is_growing:
             return compute_keys(values)
         if self.values is not None:
@@ -119,7 +118,8 @@ class SparseEncoding:
     def encode(self, column: pa.Array) -> Ids | EncodedBags:
         """Return the table rows, or keys, of a column of a ``RawBlock``; bags for a multi-hot column.
 
-        Integers in the column are rows or keys already, and stay unchanged.
+        Integers in the column are rows or keys already, and stay unchanged. If the column is not multi-hot, a
+        sample without a value, or with several, has 0.
         """
         if self.vocabulary == "buckets":
             numbers_B = column.to_numpy(zero_copy_only=False)
@@ -159,7 +159,7 @@ class UnknownValues:
     """
 
     name: str
-    count: int  # number of unknown values; with ``vocabulary = hash``, equal to ``several``
+    count: int  # number of unknown values; with vocabulary hash or grow, equal to ``several``
     num_values: int  # number of values, missing ones excluded
     expected: float | None  # expected unknown fraction in rows like the training rows; None for later rows
     # Number of rows with several values in a column of one value per row; they count as unknown.
@@ -210,7 +210,7 @@ class FeatureEncoder:
 
     @classmethod
     def of_rows(cls, spec: InputSpec) -> FeatureEncoder:
-        """Return the identity encoder of a model trained on batches: numbers and ids stay unchanged."""
+        """Return the identity encoder of a model trained on batches: numbers and valid ids stay unchanged."""
         dense = tuple(map(DenseEncoding, spec.dense_features))
         sparse = [
             SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot or f.weighted, weighted=f.weighted)
@@ -225,6 +225,7 @@ class FeatureEncoder:
         return InputSpec(tuple(d.name for d in self.dense), tuple(features))
 
     def encode(self, block: RawBlock) -> EncodedBlock:
+        """Encode parsed rows. Scaled numbers beyond the range of float32 are cut to it."""
         shift_F = np.array([each.shift for each in self.dense])
         scale_F = np.array([each.scale for each in self.dense])
         missing_F = np.array([each.missing for each in self.dense])
@@ -276,6 +277,7 @@ class FeatureEncoder:
         """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version.
 
         Without ``with_values``, vocabularies are not read, and all ``SparseEncoding.values`` are None.
+        With it, raise StorageError if the search for the vocabularies fails.
         """
         path = folder / FILE_NAME
         content = _read_json(path)
@@ -301,7 +303,10 @@ class FeatureEncoder:
 
 @contextmanager
 def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeStringArray]]:
-    """Open the vocabulary of a column with vocabulary "build", as blocks of texts; text i has row i + 1."""
+    """Open the known values of a column with vocabulary "build", in blocks of texts; value i has row i + 1.
+
+    Raise the errors of :func:`open_vocabularies`, and DataError if ``features.json`` cannot be read.
+    """
     content = _read_json(folder / FILE_NAME)
     index = next(each["values"] for each in content["sparse"] if each["name"] == column)
     with open_vocabularies(folder, content["vocabularies"]) as file:
@@ -338,10 +343,8 @@ def report_unknown(
     """Return the unknown values of a split by column.
 
     A column of a growing table is left out unless it has rows with several values: only the workers know
-    which values have rows.
-
-    ``counts`` is the sum of :func:`count_unknown` over all blocks; ``is_later`` is whether the rows of the
-    split are later than the training rows.
+    which values have rows. ``counts`` is the sum of :func:`count_unknown` over all blocks; ``is_later`` is
+    whether the rows of the split are later than the training rows.
     """
     return tuple(
         UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
@@ -353,7 +356,7 @@ def report_unknown(
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
     """Return the vocabulary file of an encoder by its name ``SHA256.parquet``; {} without vocabularies.
 
-    Raise DataError if a file is missing, and TypeError if the checksum in ``features.json`` is invalid.
+    Raise the errors of :func:`find_vocabularies`, and DataError if ``features.json`` cannot be read.
     """
     sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
     return {} if sha256 is None else {f"{sha256}.parquet": find_vocabularies(folder, sha256)}
@@ -369,10 +372,7 @@ def _read_json(path: StoragePath) -> dict[str, Any]:
 
 
 def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
-    """Create an encoding from JSON, in which a vocabulary is an index into ``known``; TypeError if invalid.
-
-    If ``known`` is None, the encoding has no values.
-    """
+    """Create an encoding from JSON, with a vocabulary by its index in ``known``, or without if it is None."""
     index = content.pop("values")
     if index is not None and (type(index) is not int or index < 0):
         raise TypeError("values must be the index of a vocabulary")

@@ -57,8 +57,8 @@ class Moments(NamedTuple):
     ) -> Moments:
         """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
 
-        The new range covers both ranges. A column without numbers keeps the earlier scaling. Any other column
-        that was missing or constant in the earlier scaling takes the moments of ``self``.
+        A column without numbers keeps the earlier scaling. Any other column that was missing or constant in
+        the earlier scaling takes the moments of ``self``. The range of the rest covers both ranges.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
@@ -145,7 +145,7 @@ class Quantiles:
                 self._weights = np.full(half, step)
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
-        """Return the bounds between equally full buckets; fewer than ``buckets`` - 1 if numbers are equal."""
+        """Return bounds of equally full buckets: ``buckets`` - 1, fewer if numbers are equal or missing."""
         if not len(self._values):
             return ()
         values, ends = self._sort()
@@ -154,7 +154,6 @@ class Quantiles:
         return tuple(bounds[bounds > values[0]].tolist())
 
     def _sort(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Return the kept values in ascending order, and the cumulative sums of their weights."""
         order = np.argsort(self._values, kind="stable")
         return self._values[order], np.cumsum(self._weights[order])
 
@@ -171,7 +170,7 @@ class ValueCounts(NamedTuple):
 
     @classmethod
     def of(cls, column: pa.Array) -> ValueCounts:
-        """Count the values of a categorical column of a ``RawBlock``; the result may have a value twice."""
+        """Count the values of a categorical column of a ``RawBlock``; values may repeat, counts may be 0."""
         flat = column.flatten() if is_list(column) else column
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
@@ -253,7 +252,10 @@ def fit_encoder(
     statistics: FittedStatistics,
     ranked: Mapping[str, ValueCounts],
 ) -> FeatureEncoder:
-    """Return the encoder of fitted statistics and ranked vocabularies; DataError if there are no rows."""
+    """Return the encoder of statistics, and of ranked values by the names of :func:`group_by_vocabulary`.
+
+    Raise DataError if there are no rows.
+    """
     if not statistics.moments.num_rows:
         raise DataError("no row is left to train on; check data.path, data.split and data.validation")
     of_column = {

@@ -79,7 +79,7 @@ class VocabularyFile:
 def find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
     """Return the vocabulary file of an encoder: in its folder, or in the folder ``vocabularies`` of the run.
 
-    Raise DataError if the file is missing, and TypeError if ``sha256`` is no checksum.
+    Raise DataError if it is missing, StorageError if the search fails, TypeError if ``sha256`` is invalid.
     """
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise TypeError("vocabularies must be a checksum")
@@ -96,7 +96,7 @@ def find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
 def open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFile]:
     """Open and check the vocabulary file, with the checksum ``sha256``, of the encoder in ``folder``.
 
-    Raise DataError if the file is missing, invalid or altered, and TypeError if ``sha256`` is no checksum.
+    Raise the errors of :func:`find_vocabularies`, and DataError if the file is unreadable or altered.
     """
     path = find_vocabularies(folder, sha256)
     root = None if path.name == VOCABULARIES_FILE else path.parent.parent

@@ -245,10 +245,7 @@ class _Parser:
             lines.keep[i] = bool(lines[i].strip())
 
     def _drop_invalid(self, lines: _Lines) -> list[InvalidRow]:
-        """Drop the lines that cannot be split into fields; return them as invalid rows.
-
-        If an open quote joins several lines, these lines are one invalid row.
-        """
+        """Drop the lines that cannot be split into fields; return them as invalid rows."""
         invalid = []
         last = -1
         for i in np.flatnonzero(lines.keep).tolist():
@@ -328,12 +325,10 @@ class _Parser:
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """Return the column names by position, and the 1-based line of the header, or 0 without a header.
 
-    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, and the first 100
-    lines of a smaller file are blank, return ``layout.required`` and 0.
-
-    Raises:
-        ConfigError: the file lacks a required column, or a side table also has it.
-        DataError: the file is no text, its header is unusable, or it has a required column twice.
+    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, and the first 100 lines of a
+    smaller file are blank, return ``layout.required`` and 0. Raise ConfigError if the file lacks a required
+    column, or a side table also has it. Raise DataError if the file is no text, its header is unusable, or it
+    has a required column twice.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"

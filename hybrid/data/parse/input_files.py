@@ -87,7 +87,7 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path; None for the name of null in Hive."""
+    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path; None for Hive's name of null."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
@@ -131,7 +131,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand(text: str) -> list[StoragePath]:
-    """Return the sorted, unhidden matches of a pattern; only its path if ``text`` exists or has no match."""
+    """Return the sorted, visible matches of a pattern; only its path if ``text`` exists or has no match."""
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))

@@ -1,7 +1,7 @@
 """Parquet files in blocks of bounded size.
 
 Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
-Therefore, texts with a dictionary stay encoded, at most ``MAX_DECODED_BYTES`` of texts per column and block.
+Therefore, texts with a dictionary stay encoded, at most ``MAX_DECODED_BYTES`` (decoded) per column and block.
 A file is rejected if its metadata claim more values or bytes than its compressed size plausibly holds.
 """
 

@@ -44,10 +44,8 @@ class SideTable:
         """Return the columns of the side table for the rows of a block; null for a missing or unknown key.
 
         Reject rows whose key is inexact or too long. Return {} if the model reads no column of the table.
-
-        Raises:
-            ConfigError: the key column of the block holds lists.
-            DataError: a block of at least 1000 rows has no known key.
+        Raise ConfigError if the key column of the block holds lists; DataError if a block of at least 1000
+        rows has no known key.
         """
         if not self.columns.column_names:  # the model reads none
             return {}

@@ -51,6 +51,7 @@ class RawBlock(NamedTuple):
     passthrough: Mapping[str, pa.Array] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
+        """Return the rows where ``mask_B`` is true."""
         keep = pa.array(mask_B)
         return RawBlock(
             self.dense_BF[mask_B],
@@ -209,11 +210,9 @@ def parse(
 ) -> tuple[RawBlock, list[InvalidRow]]:
     """Return the valid rows of ``table``, and its invalid rows with the first reason for each.
 
-    ``first_row`` is the index of the first row of ``table`` among the rows of all files.
-
-    Raises:
-        ConfigError: a column holds lists instead of single values.
-        DataError: a column has an unsuitable type, or no row of 1000 or more has a known key of a side table.
+    ``first_row`` is the index of the first row of ``table`` among the rows of all files. Raise ConfigError if
+    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type, or no
+    row of 1000 or more has a known key of a side table.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)
