@@ -63,6 +63,7 @@ class EncodedBags(NamedTuple):
     weights_L: npt.NDArray[np.float32] | None = None  # if the ids have weights
 
     def take(self, rows: npt.NDArray[np.int64]) -> EncodedBags:
+        """Return the bags of some samples, in the order of their indices ``rows``."""
         positions_L, lengths_B = item_positions(self.offsets, rows)
         weights_L = None if self.weights_L is None else self.weights_L[positions_L]
         return EncodedBags(self.ids_L[positions_L], np.append(0, lengths_B.cumsum()), weights_L)

@@ -38,7 +38,7 @@ def read_parquet(
     stop: int | None = None,
     block_rows: int = BLOCK_ROWS,
 ) -> Iterator[TableBlock]:
-    """Yield the rows of the row groups ``start`` to ``stop`` - 1 (default: all), numbered from 1, in blocks.
+    """Yield the rows of the row groups ``start`` to ``stop`` - 1 (default: all); the first row has line 1.
 
     For errors, see :func:`hybrid.data.parse.sources.read_segment`. A file of 0 bytes has no rows.
     """
