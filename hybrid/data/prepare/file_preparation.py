@@ -1,4 +1,4 @@
-"""Preparation of files: each segment of a file is parsed once, by as many threads as there are cores.
+"""Preparation of files: threads parse each segment of a file once. There is at most one thread for each core.
 
 A stage processes a segment, or a piece (some blocks of a segment)::
 
@@ -6,7 +6,7 @@ A stage processes a segment, or a piece (some blocks of a segment)::
     hold_out       all training pieces ──> the rule that selects the rows of each split
     fit_piece      a piece             ──> counts of each value in training rows; moments; quantiles
     rank_values    all pieces          ──> a vocabulary: the values by descending count
-    encode_piece   a piece             ──> its samples, at their position in the arrays of the splits
+    encode_piece   a piece             ──> its samples, at their positions in the arrays of the splits
 
 The result of a stage depends on the files and the configuration alone, not on the threads that run it.
 """
@@ -72,11 +72,11 @@ _MEMORY_PER_THREAD = 1 << 30
 # Measured bytes of memory: for ranking, per value and per byte of text; for finding values by hash, per
 # value, and per byte of text in one block.
 _RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE, _HASHED_BYTE = 220, 4, 60, 32
-RANKED_AT_ONCE = 1 << 16  # values of pieces are added up when there are so many, or as many as are known
+RANKED_AT_ONCE = 1 << 16  # pieces' values are added up when more wait than this, and than are ranked
 
 
 class BlockLog(NamedTuple):
-    """The rows of a block."""
+    """Counts of the rows of a block, and its invalid rows."""
 
     num_rows: int  # number of rows, invalid ones included
     num_lines: int  # lines of these rows in the file
@@ -105,7 +105,7 @@ class FilesPreparation:
         self._should_stop = threading.Event()
 
     def write(self) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
-        """Write all splits; return the encoder, and a report by split; DataError if files cannot be used."""
+        """Write all splits; return the encoder, and reports by split; ConfigError or DataError: bad files."""
         paths = {
             split: [parse_path(file.path) for file in self.files[split]] for split in self.config.data.splits
         }
@@ -168,7 +168,7 @@ class FilesPreparation:
         return all_pieces, reports
 
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
-        """Return statistics of the training rows; and for each split, the start of each piece and the end."""
+        """Return the statistics of training rows; and by split, where each piece starts, and the end."""
         statistics = FittedStatistics(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
         starts = {split: [nothing] for split in self.config.data.splits}
@@ -215,7 +215,7 @@ class FilesPreparation:
         }
 
     def parse_segment(self, job: tuple[str, Segment, Path]) -> tuple[list[BlockLog], list[Piece]]:
-        """Parse a segment, and write its pieces into a new folder; return logs by block, and the pieces."""
+        """Parse a segment, and write its pieces into a new folder; return a log by block, and the pieces."""
         split, segment, folder = job
         layout = self._layout if split == TRAIN else self._layout.without_holdouts
         folder.mkdir()
@@ -242,7 +242,7 @@ class FilesPreparation:
     def fit_piece(self, piece: Piece) -> tuple[list[BlockStatistics], dict[str, SplitPosition]]:
         """Compute the statistics of a piece's training rows, and write the counts of values into its folder.
 
-        Return the statistics by block; and for each split, the number of rows, and of values by column.
+        Return the statistics of each block; and for each split, its rows, and its values in each column.
         """
         layout = self._layout
         lengths = [len(values) for values in piece.values()]
@@ -266,7 +266,7 @@ class FilesPreparation:
         return statistics, sizes
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
-        """Return the ranked values of columns that share a vocabulary; DataError if memory runs out."""
+        """Rank the values of columns ``group`` that share a vocabulary; DataError if memory might run out."""
         ranked = rank([])
         waiting, size = list[ValueCounts](), 0
         for i, piece in enumerate(pieces, 1):
@@ -287,7 +287,7 @@ class FilesPreparation:
         return ranked
 
     def index_values(self, encoding: SparseEncoding) -> None:
-        """Index a vocabulary once, before threads look up values; DataError if memory runs out."""
+        """Index a column's vocabulary, if any, before threads share it; DataError if memory might run out."""
         if encoding.values is not None:
             texts = encoding.values.texts
             num_bytes = _HASHED_VALUE * len(texts)
@@ -304,8 +304,8 @@ class FilesPreparation:
     ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
         """Write the samples of a piece into the arrays of each split.
 
-        ``job`` is the piece and, for each split, the position of its first sample. Return for each split the
-        sums of labels by block, and the counts of :func:`count_unknown`.
+        ``job`` has the piece and, for each split, the position of the piece's first sample in the arrays.
+        Return for each split the sums of labels by block, and the added counts of :func:`count_unknown`.
         """
         piece, positions = job
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
@@ -322,7 +322,7 @@ class FilesPreparation:
         return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}
 
     def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
-        """Raise DataError if a thread lacks ``num_bytes``; otherwise the system might kill the process."""
+        """Raise DataError, before the system kills the process, if threads cannot have ``num_bytes`` each."""
         num_bytes *= self._num_threads  # which share the free memory
         if num_bytes > available_memory_bytes():
             gib = num_bytes / 2**30
@@ -346,7 +346,7 @@ class FilesPreparation:
             yield result
 
     def _advance(self, rows: int) -> None:
-        """Count processed rows; end the job of this thread if the preparation has ended."""
+        """Count processed rows; raise _StoppedError in a job that still runs after the preparation ended."""
         if self._should_stop.is_set():
             raise _StoppedError
         self._progress.add(rows, self._fraction or None)

@@ -1,12 +1,12 @@
-"""Preparation of a configuration's data set: made once, reused, shared by concurrent runs.
+"""Preparation of the data set of a configuration. Later and concurrent runs use the same prepared data.
 
-The data are in a folder that every trainer can read, or in an object store. With a store, the master prepares
-the data in a local folder and sends the files of this folder::
+The data are in a folder that every trainer can read, or in an object store. With a store, one process
+prepares the data in a local folder and sends the files of this folder::
 
     CACHE/FINGERPRINT/attempt.txt   the name of the complete attempt; written last
     CACHE/FINGERPRINT/ATTEMPT/...   the files
 
-Another host fetches all files once, into a folder that its trainers share.
+Any other host fetches all files once, into a folder that its trainers share.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _ATTEMPT = "attempt.txt"
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the folder name of prepared data: a hash of everything that determines the data.
 
-    The spelling of paths does not change it. By default, ``files`` are those of ``config``; for errors,
-    see :func:`find_input_files`.
+    The spelling of paths does not change it. Without ``files``, find those of ``config``; raise
+    ConfigError or DataError if they cannot be used (see :func:`find_input_files`).
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"
@@ -91,14 +91,13 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
     """Make sure that the samples of all splits of ``config`` are prepared; return their folder.
 
     The name of the folder is a :func:`fingerprint`, and the folder appears atomically. If several processes
-    need the same data at the same time, one prepares them, and the others wait.
-
-    Args:
-        report: receives progress, one line at a time.
+    need the same data at the same time, one prepares them, and the others wait. ``report`` receives progress,
+    one line at a time.
 
     Raises:
         ConfigError: a key does not fit the files.
-        DataError: the files cannot be used, ``cache`` cannot be written, or memory runs out.
+        DataError: the files cannot be used, or change meanwhile; all training rows have the same label, or no
+            weight above 0; ``cache`` cannot be written; or memory runs out.
         StorageError: a store refuses a request.
     """
     files = find_input_files(config.data)
@@ -206,6 +205,7 @@ def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_pr
     """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
 
     Raise the errors of :func:`prepare`, ConfigError for a stream, and DataError for altered data in a store.
+    With a store, raise OSError if the local folder cannot be locked.
     """
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"
@@ -271,7 +271,6 @@ def _send(folder: Path, target: RemotePath, report: Callable[[str], None]) -> No
 
 
 def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
-    """Return the local folder of a data set from a store; one process fetches it if it is missing."""
     target = cache / source.parent.name
     if target.exists():
         return target

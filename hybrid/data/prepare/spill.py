@@ -31,7 +31,7 @@ _SPARSE, _HELD_OUT_BY = "sparse_", "held_out_by_"  # prefixes of columns of the 
 
 @dataclass(frozen=True)
 class Split:
-    """The rule that selects the rows of a split."""
+    """The rule that selects the rows of a held-out split (test or validation) from the training files."""
 
     held: Holdout  # the split, and its keys in the configuration
     seed: int  # the seed of random rows, and of sampled times
@@ -40,7 +40,7 @@ class Split:
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return the time of the last row in ``blocks`` that this split does not hold out; 0 without rows."""
+        """Return (or estimate) the time of the last row that a split by time leaves over; 0 without rows."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])
@@ -72,13 +72,13 @@ class Piece(NamedTuple):
     """Consecutive parsed blocks of a segment, in a folder."""
 
     folder: Path
-    first_row: int  # index of the first row over all files of the split
+    first_row: int  # index of the first valid row over all files of the split (at first: of the segment)
     split: str
     held_out: tuple[Split, ...] = ()  # the rules that select the rows of other splits
 
     @classmethod
     def write(cls, folder: Path, blocks: Sequence[RawBlock], split: str) -> Piece:
-        """Write one or more blocks as a piece; ``first_row`` is the first of their ``source_rows_B``."""
+        """Write one or more blocks as a piece into a new folder; ``first_row`` is their first source row."""
         folder.mkdir()
         first_row = int(blocks[0].source_rows_B[0])
         matrices = [block.dense_BF for block in blocks]
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
         return cls(folder, first_row, split)
 
     def values(self) -> list[pa.Array]:
-        """Return the distinct values of each column of data.sparse; an empty array for numbers and keys."""
+        """Return the distinct texts of each column of data.sparse, some perhaps unused; none for numbers."""
         first = next(self._batches())
         columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
         flat = [each.flatten() if is_list(each) else each for each in columns]
@@ -121,14 +121,13 @@ class Piece(NamedTuple):
         return [each.dictionary if pa.types.is_dictionary(each.type) else nothing for each in flat]
 
     def counts_path(self, k: int) -> Path:
-        """Return the file with the count (int64) of each value of a column in training rows."""
+        """Return the file of int64 counts of column ``k``'s values in training rows; empty if not counted."""
         return self.folder / f"counts_{k}"
 
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
         """Yield the name of a split and its rows, block by block; a block may yield several splits.
 
-        ``values`` are arrays that replace :meth:`values`; with an empty list, columns of data.sparse are
-        left out.
+        ``values`` are arrays that replace :meth:`values`; if they are empty, ``RawBlock.sparse`` is empty.
         """
         for batch in self._batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -162,7 +161,7 @@ class Piece(NamedTuple):
 
 
 def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the training pieces with the rules of data.split and data.validation that divide their rows."""
+    """Return the training pieces, with the rules of data.split and data.validation in ``held_out``."""
     divided = [*pieces]
     for held in config.data.holdouts:
         split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)

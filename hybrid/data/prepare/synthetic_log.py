@@ -9,7 +9,7 @@ The label of a sample is drawn with probability sigmoid(logit), where::
 The click is the column ``label``. Three other columns can be labels: ``converted`` (0 or 1; 1 only after a
 click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``weight`` can be ``data.weight``, and any
 categorical column ``data.group``. The other categorical columns, with up to 100,000 ids, have no effect. Ids
-are skewed as in real logs: u is uniform, id = floor(rows * u**3). The seed determines the complete log.
+are skewed as in real logs: u is uniform, id = floor(rows * u**3). A split depends on the seed and its size.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class SyntheticBlock(NamedTuple):
     samples: EncodedBlock  # without targets
     rows_B: npt.NDArray[np.int64]  # index of each sample in its split
     logits_B: npt.NDArray[np.float32]  # of the true probabilities of clicks
-    columns: dict[str, npt.NDArray[np.float32]]  # the columns that can be labels or weights, by name
+    columns: dict[str, npt.NDArray[np.float32]]  # the columns that can be labels, masks or weights, by name
 
     def targets(self, spec: TargetSpec) -> Targets:
         tasks, data = spec.tasks.values(), spec.data
@@ -70,7 +70,7 @@ class SyntheticBlock(NamedTuple):
 
 
 def targets(config: RunConfig) -> TargetSpec:
-    """Return the targets of a run; ConfigError if the click log lacks a column, or its kind is wrong."""
+    """Return the targets of a run; ConfigError if a column or a number of classes does not fit the log."""
     spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
     for name, task in spec.tasks.items():
         _check_column(f"tasks.{name}.label", task.label, _LABELS[task.kind])
@@ -103,7 +103,7 @@ class ClickLog:
         return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
 
     def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
-        """Yield ``num_rows`` samples of a split, block by block."""
+        """Yield ``num_rows`` samples of the split "train", "test" or "validation", block by block."""
         for block, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
             rng = np.random.default_rng((self._seed, _SAMPLE_STREAMS[split], block))
             size = min(BLOCK_ROWS, num_rows - start)

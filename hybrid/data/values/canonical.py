@@ -15,7 +15,7 @@ true; ``True``, ``true``, ``TRUE``      ``1``
 false; ``False``, ``false``, ``FALSE``  ``0``
 dates, and times at midnight            ``2024-01-31``
 other times, also with a ``T``          ``2024-01-31 09:30:00.5``, without trailing zeros
-times in UTC                            ``2024-01-31 00:00:00Z``, also at midnight
+times in UTC; Parquet: of any zone      ``2024-01-31 00:00:00Z`` in UTC, also at midnight
 null, and NaN in a column of floats     none: the value is missing
 other texts, and decimals with a        unchanged, but without surrounding blanks
 fraction
@@ -26,11 +26,12 @@ Texts that may have another meaning stay as they are:
 - Leading zeros, as in postal codes: ``007`` and ``7`` differ.
 - Trailing zeros of a fraction, as in versions: ``1.10`` and ``1.1`` differ.
 - A leading plus: ``+49``.
-- An exponent without a sign: ``5e0`` may be hexadecimal, like about one in seventy of Criteo's hashes.
+- An exponent without a sign, except ``5.0E5``: ``5e0`` may be hexadecimal, like 1 in 70 of Criteo's hashes.
+- A time without seconds, or with a zone other than UTC.
 - The text ``nan``, unless ``data.missing`` has it.
 
-Floats hold integers exactly up to 2**53 (float32: 2**24). If a file stores larger integers as floats,
-different ids may have the same float. Such values are *inexact*, and their rows are invalid.
+Floats hold all integers below 2**53 (float32: 2**24). From this bound on, different ids may have the same
+float. A float of this size, or a text such as ``1e+16``, is *inexact*, and its row is invalid.
 """
 
 import re
@@ -64,7 +65,7 @@ _LOWEST, _HIGHEST = "-9223372036854775808", "18446744073709551615"  # of int64 a
 
 
 def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Return the canonical texts of a flat array, null if missing, and a mask of the inexact values."""
+    """Return the canonical texts of a flat array, null for null and NaN, and a mask of the inexact values."""
     kind = values.type
     inexact_D = np.zeros(len(values), np.bool_)
     if pa.types.is_floating(kind):
@@ -92,7 +93,7 @@ def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
 
 
 def trim_blanks(texts: pa.Array) -> pa.Array:
-    """Remove surrounding blanks from texts; return the same array if it holds no blank."""
+    """Remove surrounding blanks from texts; return the same array if it is ASCII text without blanks."""
     content = _content(texts)
     if not len(content) or (content.min() > ord(" ") and content.max() < 128):
         return texts
@@ -105,7 +106,7 @@ def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
 
 
 def canonical_text(text: str) -> tuple[str, bool]:
-    """Return the canonical text of ``text``, and whether the value is inexact."""
+    """Return the canonical text of a text without surrounding blanks, and whether the value is inexact."""
     integer = _integral_text(text)
     if integer is not None:
         return _WORDS.get(integer, integer), abs(int(integer)) >= _MAX_EXACT
@@ -119,7 +120,7 @@ def canonical_text(text: str) -> tuple[str, bool]:
 
 
 def _integral_text(text: str) -> str | None:
-    """Return the digits of a float of integral value; None for any other text."""
+    """Return the integer in a text such as ``5.0`` or ``5e+00``; None for any other text, also ``5``."""
     point = _POINT.fullmatch(text)
     if point is not None:
         return point[1]

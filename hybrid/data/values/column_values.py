@@ -15,7 +15,7 @@ numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
 ======================================= =========================================================
 
-So hours and weekdays are in the zone of the file, not in UTC. The resolution is a microsecond.
+So hours and weekdays of times are in the zone of the file, not in UTC. The resolution is a microsecond.
 """
 
 import re
@@ -88,7 +88,7 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
-    """Split texts into lists of items; without a separator, a text is one item.
+    """Split texts into lists of items; without a separator, a text is one item. Null is the empty text.
 
     If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
     ``['a', 'b']`` or ``{a,b}``. Its brackets and quotes are removed.
@@ -206,7 +206,7 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """Return seconds since 1970, NaN if missing, and a mask of values that are neither time nor number.
 
-    A time that does not exist, or lies after the year 9999, is in the mask.
+    A date that does not exist, or lies after the year 9999, is in the mask. A number of any size is seconds.
     """
     column = decode_texts(column)
     if is_text(column):
@@ -246,8 +246,8 @@ def parse_date_parts(
 ) -> tuple[Numbers, Mask]:
     """Return the hour (0-23) or weekday (0 is Monday) of dates, by ``kind``, and a mask of invalid values.
 
-    Missing and invalid values are NaN. ``date_format`` is for ``strptime``; without it, dates have the forms
-    in the docstring of this module.
+    Missing and invalid values are NaN. ``date_format`` is for ``strptime``, which reads canonical texts;
+    without it, dates have the forms in the docstring of this module.
     """
     if date_format:
         coded = parse_flat_values(column, missing).coded
@@ -274,7 +274,7 @@ def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
 def parse_labels(
     column: pa.Array, positive: tuple[str, ...], negative: tuple[str, ...]
 ) -> tuple[npt.NDArray[np.uint8], Mask]:
-    """Return 1 for a positive label and 0 for a negative one, and a mask of unknown and missing labels."""
+    """Return 0 for a negative label and 1 for any other, and a mask of unknown and missing labels."""
     indices, distinct = _distinct(column)
     known = pa.array([canonical_text(text)[0] for text in (*positive, *negative)], pa.string())
     position_D = np.asarray(pc.fill_null(pc.index_in(canonicalize(distinct)[0], value_set=known), -1))
@@ -292,12 +292,12 @@ def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 
 def is_text(column: pa.Array) -> bool:
-    """Return whether a flat column holds texts without a dictionary."""
+    """Return whether a column is an array of strings, and not a dictionary array."""
     return isinstance(column, pa.StringArray | pa.LargeStringArray)
 
 
 def decode_texts(column: pa.Array) -> pa.Array:
-    """Decode the dictionary of a column, if any; convert bytes and views to texts."""
+    """Decode the dictionary of a column, if any; convert bytes, and views of strings, to strings."""
     column = decode_dictionary(column)
     kind = column.type
     is_other = pa.types.is_string_view(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)

@@ -1,4 +1,4 @@
-"""Invalid rows. The configuration defines whether they are counted and reported, or are errors."""
+"""Invalid rows: counted and reported up to the fraction ``data.max_invalid_fraction``, else an error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Reason(StrEnum):
 
 
 class InvalidRow(NamedTuple):
-    """An invalid row."""
+    """The lines and the content of an invalid row, and why it is invalid."""
 
     line: int  # the first line of the row, 1-based
     reason: Reason
@@ -80,7 +80,7 @@ def format_cell(column: pa.Array, i: int) -> str:
 
 @dataclass(frozen=True)
 class InvalidRowReport:
-    """The number of skipped rows by reason, and the first skipped rows as ``FILE:LINE: what is wrong``."""
+    """The number of skipped rows by reason, and at most the first 10 as ``FILE:LINE: what is wrong``."""
 
     counts: dict[str, int]
     examples: tuple[str, ...]
@@ -91,14 +91,14 @@ class InvalidRowReport:
 
     @classmethod
     def merge(cls, reports: Sequence[Self]) -> Self:
-        """Return the sums of the counts, and the first 10 examples, in the order of the reports."""
+        """Return the sums of the counts, without zeros, and the first 10 examples in the reports' order."""
         counts = sum((Counter(each.counts) for each in reports), Counter[str]())
         examples = (example for each in reports for example in each.examples)
         return cls(dict(counts), tuple(islice(examples, MAX_EXAMPLES)))
 
 
 class InvalidRowLog:
-    """Collects the invalid rows of one pass over the files of a split.
+    """Collects the invalid rows of one pass over files, or of a stream.
 
     Args:
         max_fraction: the largest allowed fraction of invalid rows, which ``finish`` checks. If it is 0,
@@ -119,8 +119,8 @@ class InvalidRowLog:
         """Record the rows of the next block: the number of valid rows, and the invalid rows.
 
         Raises:
-            DataError: a row is invalid and ``max_fraction`` is 0; or all rows of the file before ``path``, or
-                the first 10,000 rows of ``path``, are invalid.
+            DataError: a row is invalid and ``max_fraction`` is 0; the file before ``path`` has invalid rows
+                only; or ``path`` has so far at least 10,000 rows, all of them invalid.
         """
         if path != self._path:
             self.check_file()
@@ -152,7 +152,7 @@ class InvalidRowLog:
         )
 
     def finish(self) -> InvalidRowReport:
-        """Return the report of the pass; DataError if too many rows, or all rows of a file, are invalid."""
+        """Return the report; DataError if too many rows, or all rows of the last file, are invalid."""
         self.check_file()
         invalid = self._counts.total()
         if invalid > self._max_fraction * (self._valid + invalid):

@@ -34,7 +34,7 @@ class ColumnReader:
     """Converts columns of a block of B rows; values of rejected rows have no meaning.
 
     A method for single values (``values``, ``hashes``, ``seconds``, ``event_times``) raises ConfigError if
-    the column holds lists. A method raises ArrowException if the column has a type that it cannot convert.
+    the column holds lists. A method raises ArrowException if it cannot convert the values of a column.
     """
 
     columns: Mapping[str, pa.Array]  # the columns of the block, by name
@@ -67,7 +67,7 @@ class ColumnReader:
         self.valid_B[mask_B] = False
 
     def numbers(self, name: str) -> Numbers:
-        """Return a column of numbers, NaN if missing."""
+        """Return a column of numbers, NaN if missing; reject rows with any other value."""
         numbers_B, wrong_B = column_values.parse_numbers(self.column(name), self.missing)
         self.reject(wrong_B, Reason.NUMBER, name, "a finite number")
         return numbers_B
@@ -94,20 +94,20 @@ class ColumnReader:
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
     def values(self, name: str, key: str) -> pa.DictionaryArray:
-        """Return a column of canonical texts, null if missing; reject inexact and too long values."""
+        """Return a column of canonical texts, null if missing; reject rows of inexact or too long values."""
         values = column_values.parse_values(self.flat_column(name, key), self.missing)
         self._reject_values(values, name)
         return values.coded
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Compute a column of data.sparse.
+        """Compute a column of data.sparse; reject rows with invalid values.
 
         Returns:
             An array for ``RawBlock.sparse`` (:mod:`hybrid.data.parse.sources`); and the weights of the ids
             as lists of float32, or None if ids have no weights.
 
         Raises:
-            ArrowException: a file column has an unsupported type.
+            ArrowException: a file column cannot be converted.
             ConfigError: a column of a cross holds lists.
         """
         if column.kind in ("value", "weighted"):
@@ -132,14 +132,13 @@ class ColumnReader:
         return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
 
     def reject_digit_dates(self, column: Column) -> None:
-        """Reject dates in digits if the column has no date format: they would be read as seconds."""
+        """Reject dates in digits (20240131) of a column without date format: they would count as seconds."""
         if column.kind in ("hour", "weekday") and not column.arguments["format"]:
             digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
             self.reject(digits_B, Reason.DATE, column.source, expected)
 
     def _ids(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Return a categorical column, and the weights of its ids or None; apply ``max_ids`` to both."""
         limit, weights = column.max_ids, None
         if column.kind == "weighted":
             ids, weights = self._weighted_ids(column)
@@ -232,7 +231,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The targets of a run."""
+    """The columns with the targets of a run: labels, masks, weights, groups and event times."""
 
     tasks: Mapping[str, TaskSection]  # tasks by name, each with its label column
     data: DataSection  # the section that names the columns of weights, groups and event times
@@ -256,6 +255,7 @@ class TargetSpec:
         return [(key, column) for key, column in named if column]
 
     def read(self, reader: ColumnReader) -> Targets:
+        """Return the targets of a block; reject rows with an invalid label, mask, weight, group or time."""
         data = self.data
         labels_T, counts_T = zip(*(self._task(task, reader) for task in self.tasks.values()), strict=True)
         labels_BT = np.stack(labels_T, axis=1).astype(np.float32)
