@@ -95,7 +95,7 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
     one line at a time.
 
     Raises:
-        ConfigError: a key does not fit the files.
+        ConfigError: a key does not fit the files, or the synthetic click log.
         DataError: the files cannot be used, or change meanwhile; all training rows have the same label, or no
             weight above 0; ``cache`` cannot be written; or memory runs out.
         StorageError: a store refuses a request.
@@ -204,8 +204,8 @@ def _write_files(
 def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_progress) -> StoragePath:
     """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
 
-    Raise the errors of :func:`prepare`, ConfigError for a stream, and DataError for altered data in a store.
-    With a store, raise OSError if the local folder cannot be locked.
+    Raise the errors of :func:`prepare`, ConfigError for a stream, and DataError for altered data in a store
+    or an unreadable manifest. With a store, raise OSError if the local folder cannot be locked.
     """
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"

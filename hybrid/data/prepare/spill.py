@@ -40,7 +40,7 @@ class Split:
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return (or estimate) the time of the last row that a split by time leaves over; 0 without rows."""
+        """Return or estimate the time of the last row that this split does not select; 0 without rows."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])

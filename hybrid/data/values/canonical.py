@@ -139,7 +139,7 @@ def hash_texts(texts: pa.Array) -> npt.NDArray[np.uint64]:
 
 
 def compute_keys(texts: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the key of each canonical text in a growing table: the bits of a 64-bit hash.
+    """Return the key of each canonical text, by which a growing table finds its row: the bits of a hash.
 
     - An integer of int64 or uint64: the SplitMix64 hash of its 64 bits. No two integers of one of these types
       have the same key. A negative integer has the key of the integer 2**64 above it.

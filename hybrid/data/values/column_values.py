@@ -310,7 +310,7 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def decode_dictionaries(column: pa.Array) -> pa.Array:
-    """Decode dictionary-encoded values, also in lists, because the dictionaries of blocks differ."""
+    """Decode dictionaries, also in lists, because they differ by block; all lists become ``list_``."""
     column = decode_dictionary(column)
     if not is_list(column):
         return column
