@@ -227,7 +227,7 @@ class DataSection:
 
     @property
     def holdouts(self) -> tuple[Holdout, ...]:
-        """The splits that are held out from ``path``, in the order in which they select rows."""
+        """The splits held out from ``path``, in the order in which they select rows; none from a stream."""
         if self.is_stream:
             return ()
         split = "none" if self.test_path else self.split
@@ -251,7 +251,7 @@ class DataSection:
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """The files, folders and URLs of each split; a held-out split has none."""
+        """The files, folders and URLs of each split; empty for a split that is held out or absent."""
         validation = VALIDATION_CALLS.parse(PATH_KEYS[VALIDATION], self.validation)
         paths = validation.arguments.get("paths", ())
         return {TRAIN: self.path, VALIDATION: paths, TEST: self.test_path}
@@ -284,7 +284,7 @@ class DataSection:
 
     @property
     def shuffle_lanes(self) -> int:
-        """The number of lanes of the shuffle; 0 for none."""
+        """The argument of ``lanes`` in ``shuffle``; 0 for a shuffle of rows, and for none."""
         return int(SHUFFLE_CALLS.parse("data.shuffle", self.shuffle).arguments.get("lanes", 0))
 
     @property
@@ -355,7 +355,7 @@ class Column:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the column has a vocabulary of the values in training rows."""
+        """Whether a column of data.sparse has a vocabulary of the values in training rows."""
         return self.kind in ("value", "weighted") and self.vocabulary.name == "build"
 
     @property
@@ -394,7 +394,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return the length of a sequence column, else 0; ConfigError if a sequence column has no ``max_ids``."""
+    """Return ``max_ids`` of a column with pooling "none", else 0; ConfigError if such a column has none."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
@@ -402,7 +402,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
-    """Return a column's call of ``grow``, None if its table is fixed; ConfigError if max_rows is too low."""
+    """Return a column's call of ``grow``, None if its table does not grow; ConfigError for a low max_rows."""
     column = _column(data, sections, name)
     call = column.vocabulary
     if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):

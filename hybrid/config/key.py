@@ -32,14 +32,14 @@ _NAMED_ARGUMENT = re.compile(r"\s*\w+\s*=")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the document of a TOML text; ValueError if invalid, RecursionError if nested too deeply."""
+    """Parse a TOML text; ValueError if invalid, RecursionError if nesting or a dotted key is too deep."""
     if _DEEP_KEY.search(text):
         raise RecursionError
     return tomllib.loads(text)
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Return the line number, from 1, of each key and section in a valid TOML text, by dotted name."""
+    """Return lines, from 1, of keys and sections in valid TOML by dotted name; inline keys may be missing."""
     lines: dict[str, int] = {}
     section: list[str] = []
     first, statement = 1, ""
@@ -67,7 +67,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def toml_value(value: Any) -> str:
-    """Return text, a number, true or false, or a list of these, as TOML."""
+    """Write a value as TOML: a string, a finite number, a boolean, or a list or tuple of these."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(toml_value(element) for element in value)}]"
     # Strings, numbers and booleans of JSON are valid TOML, except that TOML requires an escaped DEL.
@@ -75,7 +75,7 @@ def toml_value(value: Any) -> str:
 
 
 def option(default: Any, meaning: str, **more: Any) -> Any:
-    """Declare a key as a field of a section; ``more`` sets attributes of :class:`Key`."""
+    """Return the dataclass field that declares a key; ``more`` sets attributes of :class:`Key`."""
     return field(default=default, metadata={"meaning": meaning, **more})
 
 
@@ -131,9 +131,10 @@ class Key:
     def read(self, value: Any) -> Any:
         """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
-        Lists become tuples. If the key is a list, a single value becomes a tuple, except text with a comma.
-        An integer becomes a float if the key is a float. Numbers and booleans become text if the key is text
-        with ``takes_numbers``. A valid name with arguments gets its canonical spelling, except in a list.
+        If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. Text with a
+        comma is no single value, unless the key has ``signatures``. An integer becomes a float if the key is
+        a float. With ``takes_numbers``, numbers and booleans become text. A valid name with arguments gets
+        its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
@@ -152,7 +153,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Return the value after ``=`` in a ``--set``: TOML, or text without quotes."""
+        """Return the value of ``text``, which follows ``=`` in a ``--set``: TOML, or else the text itself."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):
@@ -162,13 +163,13 @@ class Key:
         return value if is_toml else text
 
     def read_unnamed(self, text: str) -> Any:
-        """Return the value of an argument without a name; brackets and quotes may be missing, too."""
+        """Return the value of an argument without a name; a list needs no brackets, one text no quotes."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.read(value if isinstance(value, list) or not self.is_list else text)
 
     def check(self, dotted: str, value: Any) -> None:
-        """Raise ConfigError if ``value`` breaks the rule of this key."""
+        """Raise ConfigError, which names the key as ``dotted``, if ``value`` breaks the rule of this key."""
         if not self.accepts(value):
             raise ConfigError(dotted, f"must be {self.rule}", value)
         if self.signatures is not None:
@@ -176,7 +177,7 @@ class Key:
                 self.signatures.parse(dotted, each)
 
     def accepts(self, value: Any) -> bool:
-        """Return whether ``value`` is of the type of this key, and within its limits."""
+        """Return whether a value has the key's type and limits or choices; ``signatures`` are not checked."""
         elements = value if self.is_list else (value,)
         return (
             isinstance(elements, tuple)
@@ -200,7 +201,7 @@ class Key:
 
 
 def keys_of(section: Any) -> dict[str, Key]:
-    """Return the keys of a section by name. A section is a dataclass whose fields :func:`option` declares."""
+    """Return the keys by name of a section: a dataclass whose fields :func:`option` declares."""
     hints, keys = get_type_hints(section), {}
     for declared in dataclasses.fields(section):
         name, hint = declared.name, hints[declared.name]
@@ -215,7 +216,7 @@ def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rul
 
 
 def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Return name and arguments of "NAME(a = 1)", arguments as lines of TOML; ConfigError if invalid."""
+    """Return the name in "NAME(a = 1)", and its arguments as lines of TOML; ConfigError if invalid."""
     match = _CALL.fullmatch(text)
     try:
         if match is None:
@@ -295,7 +296,7 @@ class CallSignatures:
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
     def normalize(self, text: str) -> str:
-        """Return ``text`` with only the arguments that differ from defaults; ConfigError if it is invalid."""
+        """Return the canonical spelling of ``text``, without default arguments; ConfigError if invalid."""
         call = self.parse("", text)
         keys = self._keys.get(call.name, {})
         given = {name: value for name, value in call.arguments.items() if value != keys[name].default}

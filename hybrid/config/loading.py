@@ -35,8 +35,8 @@ def load_config(
         is_stored: whether the program has written the file. Then an unknown key is from another version.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file and
-            the line of the key, unless an override has set the key.
+        ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file, and
+            the line of a key in it, unless an override has set the key.
     """
     text, sections = ("", {}) if path is None else _read_sections(path, is_stored)
     settings = [_parse_override(each) for each in overrides]
@@ -51,12 +51,12 @@ def load_config(
 
 
 def read_toml_text(text: str) -> RunConfig:
-    """Return the configuration in the TOML text that :func:`to_toml` wrote."""
+    """Return the configuration in a text of :func:`to_toml`; ConfigError if a key or value is invalid."""
     return _create_config(_by_section(parse_toml(text)))
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the ``--set`` of a role; ConfigError if a key is invalid or the master's."""
+    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or the master sets the key."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -69,7 +69,7 @@ def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 
 def select_role_settings(settings: Sequence[str]) -> list[str]:
-    """Return the ``settings`` that may differ between roles; the master decides the others."""
+    """Return the ``--set`` of keys that may differ between roles; ConfigError if a key is unknown."""
     return [text for text in settings if _find(*_parse_override(text)[:2]).is_by_host]
 
 
@@ -95,7 +95,7 @@ def _create_config(sections: dict[str, dict[str, Any]]) -> RunConfig:
 
 
 def _add_location(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
-    """Return ``error`` with the file, and with the line of its key in the file's ``text``."""
+    """Return ``error`` with the file, and with the line of its key or section if ``text`` has it."""
     lines, key = key_lines(text), error.key.strip("[]")
     line = lines.get(key, lines.get(key.rpartition(".")[0]))
     place = path if line is None else f"{path}:{line}"
@@ -103,7 +103,6 @@ def _add_location(path: StoragePath, text: str, error: ConfigError) -> ConfigErr
 
 
 def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the text of a file, and its sections; ConfigError if it cannot be read or has an unknown key."""
     try:
         # A file that the user names may be a FIFO. A file in a run folder must not block.
         content = path.read_bytes() if isinstance(path, Path) and not is_stored else read_bytes(path)
@@ -131,7 +130,6 @@ def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, d
 
 
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections of a TOML document by name, such as ``data`` and ``tables.NAME``."""
     sections = {}
     for section, values in document.items():
         if section not in SECTION_KEYS and section not in NAMED_KEYS:
@@ -199,7 +197,7 @@ def validate(config: RunConfig) -> None:
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the configuration as TOML text, from which ``load_config`` reads an equal configuration."""
+    """Return the configuration as TOML text, from which :func:`read_toml_text` reads an equal one."""
     blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
     for kind in NAMED_KEYS:
         for name in getattr(config, kind):

@@ -1,4 +1,4 @@
-"""``RunConfig``, and the sections [run], [cluster], [dense], [train], [checkpoint], [schedule], [profile]."""
+"""``RunConfig``, and its sections run, cluster, dense, dense_groups, train, checkpoint, schedule, profile."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class DenseSection:
 
     @property
     def trainers_per_net(self) -> int:
-        """The number of trainers over which a dense net is split."""
+        """The number of trainers over which a dense net is split; 1 without a split."""
         return self.tensor_size or 1
 
 
@@ -287,7 +287,7 @@ class DenseGroupSection:
 
     @property
     def learning_rate(self) -> float | None:
-        """The argument ``lr``; None if there is none, so that the learning rate of [dense] applies."""
+        """The argument ``lr``, or None, so that the rate of [dense] applies; ValueError if no number."""
         rates = [value for name, _, value in self._options if name.strip() == "lr"]
         return float(rates[-1]) if rates else None
 
@@ -400,7 +400,7 @@ class ScheduleSection:
 
     @property
     def warmup_steps(self) -> int:
-        """The number of steps that begin below the full rate; 0 for one_cycle."""
+        """The number of steps in which the rate rises to the full rate; 0 for one_cycle."""
         return int(self.call.arguments.get("warmup_steps", 0))
 
 
@@ -447,7 +447,7 @@ class RunConfig:
         return dataclasses.replace(self, **sections)
 
     def replace_value(self, section: str, name: str, value: Any) -> RunConfig:
-        """Return a copy with another value of the key ``name`` in ``section``, such as ``tables.NAME``."""
+        """Return a copy with another value of a key; ``section`` may be ``tables.NAME``, which must exist."""
         kind, dot, inner = section.partition(".")
         before = getattr(self, kind)
         changed = dataclasses.replace(before[inner] if dot else before, **{name: value})
@@ -480,7 +480,7 @@ class RunConfig:
 
 
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
-    """Return the tasks with their label columns; without sections, one binary task with data.label."""
+    """Return the tasks with their label columns; without ``tasks``, a binary task "label" of data.label."""
     sections = tasks or {LABEL: TaskSection(label=data.label)}
     return {
         name: dataclasses.replace(task, label=task.label or (task.item if task.kind == "retrieval" else name))

@@ -125,8 +125,10 @@ class TableSection:
 
 
 def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:
+    """Return the optimizer of a table: its own, or else that of [embedding]."""
     return TABLE_OPTIMIZERS.parse("optimizer", table.optimizer or embedding.optimizer)
 
 
 def table_placement(embedding: EmbeddingSection, table: TableSection) -> Call:
+    """Return the placement of a table: its own, or else that of [embedding]."""
     return PLACEMENT_CALLS.parse("placement", table.placement or embedding.placement)

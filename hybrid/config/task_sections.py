@@ -129,12 +129,12 @@ class TaskSection:
 
     @property
     def item(self) -> str:
-        """The item column of a retrieval task."""
+        """The item column of a retrieval task; KeyError for other kinds."""
         return str(TYPE_CALLS.parse("type", self.type)["item"])
 
     @property
     def is_item_label(self) -> bool:
-        """Whether a retrieval task has its item column as the label: in each row, the item was chosen."""
+        """Whether ``label`` is the item column of a retrieval task: in each row, the item was chosen."""
         return self.kind == "retrieval" and self.label == self.item
 
     @property
@@ -143,12 +143,12 @@ class TaskSection:
 
     @property
     def ranking_call(self) -> Call:
-        """Name and arguments of the ranking loss; the task must have such a loss."""
+        """Name and arguments of the ranking loss; without one, the name is empty."""
         return RANKING_CALLS.parse("ranking_loss", self.ranking_loss)
 
     @property
     def ranking_fraction(self) -> float:
-        """The fraction of the ranking loss in the task's loss."""
+        """The fraction of the ranking loss in the task's loss; 0 without a ranking loss."""
         return float(self.ranking_call["fraction"]) if self.ranking_loss else 0.0
 
     @property
@@ -197,12 +197,12 @@ def metric_title(name: str) -> str:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values of a metric are better; this is never so for custom metrics."""
+    """Return whether smaller values are better; a custom metric counts if it has a name such as ``mae``."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 
 def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None:
-    """Raise ConfigError if tasks, ``data.group`` and ``checkpoint.keep_best`` contradict each other."""
+    """Raise ConfigError if a task's name or keys, ``data.group`` or ``keep_best`` (``best``) are invalid."""
     comparable = []
     for name, task in tasks.items():
         if not re.fullmatch(r"[A-Za-z_][\w-]*", name):

@@ -1,6 +1,6 @@
 """The rules between keys of a configuration.
 
-:func:`check_rules` checks all rules. Other callers check single rules, for values from data files or code.
+:func:`check_rules` checks them before data are read; callers check some again, for values of data or code.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _DEVICE = rf"(cpu|{_GPU}:(0|[1-9][0-9]*))"
 
 
 def check_rules(config: RunConfig) -> None:
-    """Raise ConfigError if keys contradict each other."""
+    """Raise ConfigError if keys contradict each other, or a required key is missing."""
     _check_data(config)
     _check_dense(config)
     check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
@@ -67,7 +67,6 @@ def check_rules(config: RunConfig) -> None:
 
 
 def _check_initial(key: str, table: TableSection) -> None:
-    """Raise ConfigError for a tensor file without ``positions(FILE)``, or ``positions`` with an ``init``."""
     call = INITIAL_CALLS.parse(key, table.initial)
     if call.name == "positions" and table.init != "uniform":
         raise ConfigError(key, "has all rows of the table, so init must not be set", table.initial)
@@ -80,7 +79,10 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile after ``steps_before`` steps; ConfigError if the run ends before them."""
+    """Return the steps to profile, counted from 0; ConfigError if the run ends before the last of them.
+
+    ``steps_before`` is the step of the checkpoint from which the run resumes, else 0.
+    """
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"
@@ -174,7 +176,7 @@ def _check_stream(config: RunConfig) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """Raise ConfigError if a list names a column twice, or a label is an input or the sample weight."""
+    """Raise ConfigError if a list repeats a column, or a label is an input (not items) or the weight."""
     labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
@@ -187,7 +189,7 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError for an invalid delimiter, or if a label, after ``value_of``, means both 1 and 0."""
+    """Raise ConfigError for an invalid delimiter, or if labels of 1 and 0 are equal after ``value_of``."""
     if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
         raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}
@@ -299,7 +301,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return the growth of a table, None if it is fixed; ConfigError if its keys or columns contradict it."""
+    """Return a table's ``grow`` call, or None; ConfigError if its columns differ, or keys forbid growth."""
     calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):
@@ -324,7 +326,7 @@ def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call |
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
-    """Map each column of a section [tables.NAME] to its table; ConfigError if a column is in two."""
+    """Map each column of a section [tables.NAME] to its table; ConfigError if a column occurs twice."""
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for column in table.features or (name,):
@@ -336,7 +338,7 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """Raise ConfigError if the warm-up takes the whole schedule; ``end`` is its last step, if known."""
+    """Raise ConfigError if the warm-up takes the whole schedule, which ends at step ``end``, if known."""
     if end is None or section.call.name not in FINITE_SCHEDULES:
         return
     if section.warmup_steps and section.warmup_steps >= end:
