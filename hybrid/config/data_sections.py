@@ -284,7 +284,7 @@ class DataSection:
 
     @property
     def shuffle_lanes(self) -> int:
-        """The argument of ``lanes`` in ``shuffle``; 0 for a shuffle of rows, and for none."""
+        """The number of lanes if ``shuffle`` is ``lanes``, else 0."""
         return int(SHUFFLE_CALLS.parse("data.shuffle", self.shuffle).arguments.get("lanes", 0))
 
     @property
@@ -394,7 +394,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return ``max_ids`` of a column with pooling "none", else 0; ConfigError if such a column has none."""
+    """Return the length of a sequence (pooling "none"), else 0; ConfigError if its ``max_ids`` is 0."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
@@ -402,7 +402,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
-    """Return a column's call of ``grow``, None if its table does not grow; ConfigError for a low max_rows."""
+    """Return the ``grow`` call of a column, None if it does not grow; ConfigError if max_rows is too low."""
     column = _column(data, sections, name)
     call = column.vocabulary
     if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):

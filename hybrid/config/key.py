@@ -39,7 +39,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Return lines, from 1, of keys and sections in valid TOML by dotted name; inline keys may be missing."""
+    """Map dotted keys and sections of valid TOML to lines, from 1; keys of inline tables may be missing."""
     lines: dict[str, int] = {}
     section: list[str] = []
     first, statement = 1, ""

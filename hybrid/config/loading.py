@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or the master sets the key."""
+    """Return ``config`` with the ``--set`` of a role; ConfigError if one is invalid, or for the master."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -69,7 +69,7 @@ def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 
 def select_role_settings(settings: Sequence[str]) -> list[str]:
-    """Return the ``--set`` of keys that may differ between roles; ConfigError if a key is unknown."""
+    """Return the ``--set`` of keys that may differ between roles; ConfigError if one names no key."""
     return [text for text in settings if _find(*_parse_override(text)[:2]).is_by_host]
 
 
@@ -95,7 +95,6 @@ def _create_config(sections: dict[str, dict[str, Any]]) -> RunConfig:
 
 
 def _add_location(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
-    """Return ``error`` with the file, and with the line of its key or section if ``text`` has it."""
     lines, key = key_lines(text), error.key.strip("[]")
     line = lines.get(key, lines.get(key.rpartition(".")[0]))
     place = path if line is None else f"{path}:{line}"
@@ -197,7 +196,7 @@ def validate(config: RunConfig) -> None:
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the configuration as TOML text, from which :func:`read_toml_text` reads an equal one."""
+    """Return the configuration as TOML text, which :func:`read_toml_text` reads as an equal one."""
     blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
     for kind in NAMED_KEYS:
         for name in getattr(config, kind):

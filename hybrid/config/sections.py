@@ -480,7 +480,7 @@ class RunConfig:
 
 
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
-    """Return the tasks with their label columns; without ``tasks``, a binary task "label" of data.label."""
+    """Return the tasks with their label columns; without ``tasks``, a binary task with data.label."""
     sections = tasks or {LABEL: TaskSection(label=data.label)}
     return {
         name: dataclasses.replace(task, label=task.label or (task.item if task.kind == "retrieval" else name))

@@ -197,12 +197,12 @@ def metric_title(name: str) -> str:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values are better; a custom metric counts if it has a name such as ``mae``."""
+    """Return whether smaller values are better; true also of a custom metric with a name such as ``mae``."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 
 def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None:
-    """Raise ConfigError if a task's name or keys, ``data.group`` or ``keep_best`` (``best``) are invalid."""
+    """Raise ConfigError if a task, data.group (``group``) or checkpoint.keep_best (``best``) is invalid."""
     comparable = []
     for name, task in tasks.items():
         if not re.fullmatch(r"[A-Za-z_][\w-]*", name):

@@ -1,6 +1,6 @@
 """The rules between keys of a configuration.
 
-:func:`check_rules` checks them before data are read; callers check some again, for values of data or code.
+:func:`check_rules` is called before data are read. Others check single rules, for values of data or code.
 """
 
 import dataclasses
@@ -79,10 +79,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile, counted from 0; ConfigError if the run ends before the last of them.
-
-    ``steps_before`` is the step of the checkpoint from which the run resumes, else 0.
-    """
+    """Return the steps to profile, from 0, after ``steps_before``; ConfigError if the run is too short."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"
@@ -176,7 +173,7 @@ def _check_stream(config: RunConfig) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """Raise ConfigError if a list repeats a column, or a label is an input (not items) or the weight."""
+    """Raise ConfigError if a list repeats a column, or a label (except an item) is an input or the weight."""
     labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
@@ -301,7 +298,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return a table's ``grow`` call, or None; ConfigError if its columns differ, or keys forbid growth."""
+    """Return the ``grow`` call of a table, None if fixed; ConfigError if columns or keys contradict it."""
     calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):
@@ -338,7 +335,7 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """Raise ConfigError if the warm-up takes the whole schedule, which ends at step ``end``, if known."""
+    """Raise ConfigError if the warm-up takes the whole schedule until ``end``, None for an unknown end."""
     if end is None or section.call.name not in FINITE_SCHEDULES:
         return
     if section.warmup_steps and section.warmup_steps >= end:

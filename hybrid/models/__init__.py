@@ -1,7 +1,7 @@
 """Recommendation models from the literature, as short modules over embedding vectors.
 
-Each module names a paper and its equations. The module has the layers that the paper introduces, the model,
-and the loss of the paper if it is not a standard loss. Losses have one value per sample, as
+The module of a model names a paper and its equations. It has the layers that the paper introduces, the
+model, and the loss of the paper if it is not a standard loss. Losses have one value per sample, as
 ``cluster.backward`` takes them. Models take vectors, so they work with ``hybrid.Embedding`` and with any
 other embedding.
 
@@ -10,5 +10,5 @@ depend on other samples: there is no batch normalization. So the result does not
 trainers.
 
 ``dense_net`` defines the three stages of the models for click logs. ``layers`` has multilayer perceptrons and
-the padding of histories. docs/models.md compares the models; ``examples`` has a script that trains each.
+the padding of histories. docs/models.md compares the models; ``examples`` has scripts that train them.
 """

@@ -18,6 +18,8 @@ from hybrid.models.layers import output_mlp
 
 
 class CrossInteraction(nn.Module):
+    """The interaction of DCN-v2: cross layers over the concatenation of numeric features and embeddings."""
+
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))

@@ -8,8 +8,8 @@
 
 The stages are separate for two reasons. Embeddings are requested before ``bottom`` and awaited after it. A
 remote dense net may run between ``interaction`` and ``head``. Every stage accepts an empty batch. A sample
-has one output per binary or regression task, and one per class of other tasks. A single output in total has
-the shape ``outputs_B``.
+has one output per binary or regression task, one per class of a task of classes, and two vectors for
+retrieval. A single output in total may have the shape ``outputs_B``.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 class DenseNet(nn.Module):
     """A net of three stages: ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
-    ``pooled_BE`` holds the pooled embeddings of all sparse features, concatenated in the order of
-    ``data.sparse``. Built-in subclasses have an argument ``num_outputs``, which is O.
+    ``pooled_BE`` concatenates the pooled embeddings of the columns of ``data.sparse``, in this order. A
+    column with ``pooling = none`` has a sequence. ``num_outputs`` of built-in subclasses is O.
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:
@@ -52,7 +52,7 @@ class HistoryInteraction(nn.Module):
         user: maps a candidate and a history to ``user_BD``, such as ``InterestAttention``.
         candidate: selects ``candidate_BD`` from ``pooled_BE``.
         history: selects ``history_BTD``, and ``is_item_BT``, which is False for padding.
-        columns: each selects a vector; usually they include the candidate.
+        columns: modules, each of which selects a vector from ``pooled_BE``, such as the candidate.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from hybrid.models.layers import output_mlp
 
 
 class InterestAttention(nn.Module):
-    """Sum of a history, weighted by relevance to a candidate; ``hidden`` are the hidden units of a()."""
+    """Sum of a history, weighted by relevance to a candidate; ``hidden`` are units of the relevance net."""
 
     def __init__(self, dim: int, hidden: Sequence[int] = (32,)) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class DLRM(DenseNet):
         num_dense: F, the number of dense features; may be 0.
         num_sparse: K, the number of vectors in ``pooled_BE``.
         dim: D, the width of each vector.
-        bottom, top: hidden units of the bottom net and of the top net.
+        bottom, top: hidden units of both nets; there is no bottom net if ``num_dense`` is 0.
     """
 
     def __init__(

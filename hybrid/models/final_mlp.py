@@ -30,10 +30,10 @@ class FeatureGate(nn.Module):
 
 
 class BilinearFusion(nn.Module):
-    """Logits of two vectors: a linear form of each, and a bilinear form of each of ``num_heads`` slices.
+    """``logits_B`` from two vectors: a linear form of each, plus a bilinear form of both for each head.
 
     Raises:
-        ValueError: ``num_heads`` does not divide both widths.
+        ValueError: ``num_heads`` does not divide both widths, ``first`` and ``second``.
     """
 
     def __init__(self, first: int, second: int, num_heads: int) -> None:
@@ -48,7 +48,6 @@ class BilinearFusion(nn.Module):
             nn.init.xavier_normal_(products_HG)
 
     def forward(self, first_BH: Tensor, second_BG: Tensor) -> Tensor:
-        """Return ``logits_B``."""
         first_BNH = first_BH.unflatten(1, (self.num_heads, -1))
         second_BNG = second_BG.unflatten(1, (self.num_heads, -1))
         pairs_B = torch.einsum("bnh,nhg,bng->b", first_BNH, self.products_NHG, second_BNG)
@@ -82,7 +81,7 @@ class FinalMLP(nn.Module):
         self.fusion = BilinearFusion(first[-1], second[-1], num_heads)
 
     def forward(self, inputs_BE: Tensor, first_BH: Tensor, second_BG: Tensor) -> Tensor:
-        """Return ``logits_B`` of the inputs and both contexts."""
+        """Return ``logits_B``; ``first_BH`` and ``second_BG`` are the contexts."""
         stages = zip(self.streams, self.gates, (first_BH, second_BG), strict=True)
         logits_B: Tensor = self.fusion(
             *(stream(gate(inputs_BE, context)) for stream, gate, context in stages)

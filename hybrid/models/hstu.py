@@ -50,7 +50,6 @@ class HSTUBlock(nn.Module):
         return output_BTD
 
     def _heads(self, values_BTD: Tensor) -> Tensor:
-        """Return values of shape (B * heads, T, D / heads)."""
         values_BTHE: Tensor = values_BTD.unflatten(2, [self.num_heads, -1])
         return values_BTHE.transpose(1, 2).flatten(0, 1)
 
@@ -59,13 +58,14 @@ class HSTU(nn.Module):
     """The model: a query for the next item, after each item of a history.
 
     One long history does not slow down all samples: samples of similar length are computed as a group, padded
-    to ``longest`` or to a power of two from 32 on. Padding before the items counts as length. A compiled or
-    exported net computes all samples as one group. ``torch.nested`` and flex attention cannot replace the
-    groups, since they always apply a softmax.
+    to ``longest`` or to a smaller power of two, at least 32. Padding before the items counts as length. A
+    compiled or exported net computes all samples as one group. ``torch.nested`` and flex attention cannot
+    replace the groups, since they always apply a softmax.
 
     Args:
         dim: D, the width of the item vectors.
-        longest: the largest T, the number of items of the longest possible history; at least 1.
+        longest: the number of items of the longest possible history, at least 1.
+        num_heads: ValueError unless it divides D.
     """
 
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 2) -> None:
@@ -76,10 +76,10 @@ class HSTU(nn.Module):
         self.bucket_widths = [*(width for width in powers if width < longest), longest]
 
     def forward(self, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
-        """Return ``queries_BTD``; see :meth:`hybrid.models.self_attention.SelfAttention.forward`.
+        """Return ``queries_BTD``; the score of an item is the dot product of its vector and a query.
 
-        Raises:
-            ValueError: the last item of a history is not in the first ``longest`` positions.
+        Queries at padding (``is_item_BT`` is False) are meaningless. ValueError, except in a compiled net, if
+        the last item of a history is not in the first ``longest`` positions.
         """
         if torch.compiler.is_compiling():  # the buckets depend on the data
             return self._padded(history_BTD, is_item_BT)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
-    """Return linear layers with ReLUs over ``widths``, and a linear output layer if there are outputs."""
+    """Return linear layers with ReLUs over ``widths``; ``num_outputs`` above 0 adds a linear output layer."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -16,7 +16,7 @@ def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
 
 
 def output_mlp(widths: Sequence[int], num_outputs: int = 1) -> nn.Sequential:
-    """Return an MLP over ``widths`` with a linear output layer; a single output has the shape (B)."""
+    """Return an MLP over ``widths`` with a linear output layer; its output is (B,) for one output."""
     layers = mlp(widths, num_outputs)
     return layers.append(nn.Flatten(0)) if num_outputs == 1 else layers
 
@@ -25,7 +25,7 @@ def pad_histories(values_LD: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Pad histories to the length of the longest.
 
     Args:
-        values_LD: vectors such as an embedding returns for a ``hybrid.Jagged`` of ids.
+        values_LD: the vectors of all histories, such as an embedding returns for a ``hybrid.Jagged``.
         offsets: int64, (B + 1); the vectors of sample b are ``values_LD[offsets[b] : offsets[b + 1]]``.
 
     Returns:

@@ -36,8 +36,7 @@ class AttentionBlock(nn.Module):
     def forward(self, x_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
         """Return ``x_BTD`` after this block.
 
-        Args:
-            mask_BTT: whether a position (row) attends to a position (column); True on the diagonal.
+        ``mask_BTT`` says whether a position (row) attends to a position (column); True on the diagonal.
         """
         normed_BTD = self.attention_norm(x_BTD)
         query, key = self._heads(self.query(normed_BTD)), self._heads(self.key(normed_BTD))
@@ -48,7 +47,6 @@ class AttentionBlock(nn.Module):
         return output_BTD
 
     def _heads(self, values_BTD: Tensor) -> Tensor:
-        """Return values of shape (B, heads, T, D / heads)."""
         values_BTHE: Tensor = values_BTD.unflatten(2, [self.num_heads, -1])
         return values_BTHE.transpose(1, 2)
 
@@ -59,6 +57,7 @@ class SelfAttention(nn.Module):
     Args:
         dim: D, the width of the item vectors.
         longest: the largest T, the number of items of the longest possible history.
+        num_heads: ValueError unless it divides D.
     """
 
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 1) -> None:
@@ -116,11 +115,11 @@ def next_item_loss(
     Args:
         next_BTD: vector of the next item at each position.
         other_BTD: vector of an item drawn at random at each position.
-        is_item_BT: False for positions that do not count in the loss.
+        is_item_BT: whether a position counts in the loss.
 
     Returns:
-        ``(losses_B, weights_B)``: the mean loss over the positions of each sample, and the number of these
-        positions. The weighted mean over samples is the mean over all positions of the batch.
+        ``(losses_B, weights_B)``: the mean loss over the positions that count in a sample, and their number.
+        The weighted mean over samples is the mean over all such positions of the batch.
     """
     next_BT, other_BT = (queries_BTD * next_BTD).sum(dim=2), (queries_BTD * other_BTD).sum(dim=2)
     losses_BT = (F.softplus(-next_BT) + F.softplus(other_BT)) * is_item_BT

@@ -11,8 +11,8 @@ are negatives more often, which would lower their scores. Subtracting log q in t
 :func:`in_batch_softmax` takes the items of the other samples as negatives (Yi et al. 2019,
 "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", section 3). Such negatives
 cost no lookups. q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts;
-the paper estimates it from a stream. :func:`sampled_softmax` takes items that ``hybrid.Negatives`` draws from
-all items. So items that are rare in the data are negatives, too.
+the paper estimates it from a stream. :func:`sampled_softmax` takes items that ``hybrid.Negatives`` draws with
+probabilities of your choice, so rare items can be negatives, too.
 
 With independent draws from q, the same scores minimize the loss for any N: the scores of a softmax over all
 items (Ma and Collins 2018, "Noise Contrastive Estimation and Negative Sampling for Conditional Models"). So
@@ -30,7 +30,7 @@ from hybrid.models.layers import mlp
 
 
 class Tower(nn.Module):
-    """The net of users or the net of items; it returns vectors of norm 1."""
+    """The net of users or the net of items; it returns vectors (B, ``dim``) of norm 1."""
 
     def __init__(self, width: int, hidden: Sequence[int], dim: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def top_items(
 
     Args:
         users_BD: user vectors; B may exceed the batch size.
-        item_vectors: returns the vectors (C, D) of ids (C,), such as ``lambda ids: tower(table(ids))``.
+        item_vectors: returns vectors (C, D) of ids (C,) on the CPU: ``lambda ids: tower(table(ids))``.
         num_items: the ids are 0 to ``num_items - 1``.
 
     Raises:

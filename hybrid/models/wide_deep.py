@@ -18,7 +18,7 @@ from hybrid.models.layers import output_mlp
 
 
 class LinearTerm(nn.Module):
-    """The wide part: the sum of the sparse features' weights, plus a linear map of the dense features."""
+    """The wide part, (B, 1): the sum of the sparse features' weights, plus a linear map of dense features."""
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class LinearTerm(nn.Module):
 class WideAndDeepInputs(nn.Module):
     """The interaction of Wide & Deep: the wide score in column 0, followed by the inputs of the deep net.
 
-    The vector of a feature is its embedding, of any width, followed by its weight in the wide part.
+    The vector of a feature is its embedding, followed by its weight. ``widths`` has the widths of vectors.
     """
 
     def __init__(self, widths: Sequence[int], num_dense: int) -> None:
