@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the ``--set`` of a role; ConfigError if one is invalid, or for the master."""
+    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or if the master decides it."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
