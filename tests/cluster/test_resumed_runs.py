@@ -161,7 +161,7 @@ def test_killed_run_has_the_same_bits_on_any_number_of_workers(
     pooled = {name: dataclasses.replace(job.tables[name], placement="table") for name in ("tag", "word")}
     job = job.replace(tables={**job.tables, **pooled})
     clusters.get(2, 2).run(train, job, cache, tmp_path / "whole")
-    kill_and_resume(job, clusters, cache, tmp_path / "run", (3, 1))
+    kill_and_resume(job, clusters, cache, tmp_path / "run", (3, 2))
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 

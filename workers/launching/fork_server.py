@@ -249,11 +249,15 @@ class ForkServer:
             The process ids by name.
 
         Raises:
-            HybridError: a module cannot be imported, or the server cannot listen on the address.
-            OSError: the system refuses to start another process.
+            HybridError: a module cannot be imported, the server cannot listen on the address, or the system
+                refuses to start another process.
         """
         self.preload()
-        self._pids = self._call("start", pickle.dumps((target, calls)), address, port)
+        try:
+            self._pids = self._call("start", pickle.dumps((target, calls)), address, port)
+        except OSError as error:
+            remedy = "check the memory, and the limit on processes (ulimit -u)"
+            raise ClusterError(f"the system refuses to start a process: {error.strerror}; {remedy}") from error
         return dict(self._pids)
 
     def signal(self, name: str, number: signal.Signals) -> None:

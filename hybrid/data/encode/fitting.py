@@ -95,9 +95,8 @@ class Moments(NamedTuple):
         """Return the encoding of each column; a fitted scaling turns a constant column into zeros."""
         deviation_F = np.sqrt(self.squares_F / np.maximum(self.count_F, 1))
         constant_F = deviation_F <= 1e-12 * np.abs(self.mean_F)
-        scale_F = np.maximum(
-            np.abs(self.mean_F), 1.0
-        )  # of constant columns only: average_with() recognizes them by it
+        # Only constant columns have this scale, by which average_with() recognizes them.
+        scale_F = np.maximum(np.abs(self.mean_F), 1.0)
         deviation_F[deviation_F == scale_F] *= 1 + np.finfo(np.float64).eps
         deviation_F[constant_F] = scale_F[constant_F]
         encodings = []
