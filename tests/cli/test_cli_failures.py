@@ -116,11 +116,10 @@ def test_roles_by_hand_report_the_killed_role(endless: list[str], tmp_path: Path
 
 def test_killed_launcher_leaves_nothing_behind(endless: list[str], tmp_path: Path) -> None:
     # Without a namespace, this process sees the ports.
-    run_folder = settings(run={"folder": "run"}, cluster={"namespace": "off"})
+    no_best = {"keep_best": "none"}  # the resumed run needs steps to do
+    keys = settings(run={"folder": "run"}, cluster={"namespace": "off"}, checkpoint=no_best)
     shared_memory = set(Path("/dev/shm").iterdir())
-    with started(
-        ["launch", *endless, *run_folder, "--set", "checkpoint.keep_best=none", *ONE_EACH], tmp_path
-    ) as command:
+    with started(["launch", *endless, *keys, *ONE_EACH], tmp_path) as command:
         command.await_step()
         assert network_of(command.role("trainer 0")) == network_of()
         with pytest.raises(SystemExit, match=r"^hybrid launch: run\.folder = "):
@@ -138,7 +137,7 @@ def test_killed_launcher_leaves_nothing_behind(endless: list[str], tmp_path: Pat
     assert eventually(lambda: not ports & listening(psutil.net_connections()), 1.0)
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
     once = ["--set", "train.epochs=1"]
-    printed = output_of(["launch", "--resume", "auto", *endless, *run_folder, *once], tmp_path)
+    printed = output_of(["launch", "--resume", "auto", *endless, *keys, *once], tmp_path)
     assert printed.startswith("resuming run\n")
 
 

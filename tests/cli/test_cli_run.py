@@ -148,9 +148,8 @@ def test_killed_script_that_resumes_has_the_result_of_an_uninterrupted_one(
         ended = running.wait()
     stopped = "hybrid run: stopped; step 1 is saved; the same command resumes\n"
     assert ended.code == 130
-    assert re.fullmatch(line("trainer 1", "starting from the beginning") + stopped, ended.stderr), (
-        ended.stderr
-    )
+    lines = line("trainer 1", "starting from the beginning") + stopped
+    assert re.fullmatch(lines, ended.stderr), ended.stderr
     with started(command, tmp_path) as running:
         await_step(running, 2)
         (tmp_path / "at-3").touch()  # no further stop

@@ -76,6 +76,14 @@ def test_killed_and_resized_runs_lose_and_repeat_no_row(kafka: MockKafka, tmp_pa
     assert "parts" in ended.stderr
 
 
+@pytest.mark.long
+def test_topic_is_that_of_one_process(kafka: MockKafka, tmp_path: Path) -> None:
+    send(kafka, "compared", range(6))
+    more = settings(cluster={"trainers": 3}, train={"update": "lookahead"})
+    printed = output_of(["compare", "--steps", 5, *common(kafka, "compared", "run"), *more], tmp_path)
+    assert "equal up to rounding" in printed
+
+
 def test_timestamps_of_messages_write_deltas(kafka: MockKafka, tmp_path: Path) -> None:
     rng, num_steps = np.random.default_rng(8), 18
     times = 1e9 + np.arange(SENT * num_steps) / 5 + rng.integers(15, size=(4, SENT * num_steps))

@@ -3,30 +3,32 @@
 # ruff: noqa: F401
 
 import encodings.idna
-import sys
-from unittest import mock
+from typing import Any, TextIO
 
 from cryptography.hazmat.backends import default_backend
 
 from hybrid.module_imports import fast_imports
 
 with fast_imports():
+    import matplotlib.backends.backend_svg
     import pytest  # by modules of cases
     import support.cluster
     import support.forked_commands
     import tensorboard.compat.proto.event_pb2  # type: ignore[import-untyped]
     import tensorboard.summary.writer.record_writer  # type: ignore[import-untyped]
     import torch._dynamo
+    from matplotlib.figure import Figure
     from support.faults import raise_on_signals
 
     import workers.master
 
     default_backend()  # which each role would import with its first key
 
-# The curves of a report take as long as a short run. Tests of reports, and commands that start an
-# interpreter, draw them.
-PLOTS = mock.MagicMock()
-PLOTS.Figure.return_value.savefig = lambda file, **_: file.write("<svg></svg>")
-for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_svg"):
-    sys.modules[module] = PLOTS
+
+def write_empty_svg(figure: Figure, file: TextIO, **_: Any) -> None:
+    """Replace the curves of a report, which take as long as a short run; tests of reports draw them."""
+    file.write("<svg></svg>")
+
+
+Figure.savefig = write_empty_svg  # type: ignore[assignment]
 raise_on_signals()
