@@ -24,6 +24,6 @@ reads its rows at random::
 - ``batches``: the order of the rows in an epoch, and a trainer's batches, read ahead.
 - ``stream``: rows that trainers read as they are, once and in order.
 
-The preparation makes training exact: the number of rows is known, and every epoch is an exact shuffle. A
+The preparation makes training exact: the number of rows is known, and every epoch has an order of all rows. A
 position in training is (epoch, step). Step ``s`` has the same samples for any number of trainers.
 """

@@ -31,7 +31,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
-    """Raise ConfigError or DataError if training rows do not suit the ranking losses of ``tasks``."""
+    """Raise ConfigError for a listwise loss with labels below 0; for any ranking loss, check group sizes."""
     for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
         if task.ranking_loss.startswith("listwise") and labels.lowest is not None and labels.lowest < 0:
             rule = f"takes labels of at least 0, and a training row has {labels.lowest:g}; try pairwise"
@@ -194,7 +194,7 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
         raise item
 
     def close(self) -> None:
-        """Stop the thread, after at most 5 s for the batch that it reads; discard batches read ahead."""
+        """Stop the thread, and discard batches read ahead; wait at most 5 s for a batch in progress."""
         self._is_over.set()
         self._free.release()
         self._thread.join(timeout=JOIN_TIMEOUT_SECONDS)
@@ -290,5 +290,4 @@ class ShuffledOrder:
         return lanes
 
     def _count_rows_L(self, position: int) -> npt.NDArray[np.int64]:
-        """Return the number of rows in each lane among the first ``position`` rows of the epoch."""
         return (position + self._turns_L) // len(self._turns_L)

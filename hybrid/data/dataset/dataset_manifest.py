@@ -43,7 +43,7 @@ class LabelReport:
 
     @property
     def only(self) -> float | None:
-        """The label that all samples of a classification task share, or None."""
+        """The label that all counted samples of a classification task share, or None."""
         return self.lowest if self.kind in ("binary", "classes") and self.lowest == self.highest else None
 
 
@@ -101,7 +101,7 @@ class DataManifest:
 
         Raises:
             DataError: the manifest is missing, invalid, or of another version.
-            StorageError: a store refuses the request.
+            StorageError: a store refuses the request, or the manifest is a link.
         """
         try:
             content = parse_json(read_bytes(path))
@@ -119,7 +119,7 @@ class DataManifest:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Raise DataError if the split or one of its files is missing, or a sampled checksum differs."""
+        """Raise DataError if the split, one of its files, or a file of all splits is missing or altered."""
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():
@@ -136,7 +136,7 @@ class DataManifest:
                 raise DataError(f"{folder / name}: altered since it was prepared")
 
     def check_same(self, now: DataManifest, remedy: str) -> None:
-        """Raise DataError if the manifest ``now`` has other samples; the message ends with ``remedy``."""
+        """Raise DataError if the files of the manifest ``now`` differ; the message ends with ``remedy``."""
         if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in now.stored.items()}:
             return
         for split, before in self.inputs.items():

@@ -6,7 +6,7 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features with exactly one id per sample; int64 if one of them grows
     labels.npy       uint8 (N, T), or float32 unless all tasks are binary
-    weights.npy      float32 (N, T), absent if all samples have the same weight
+    weights.npy      float32 (N, T), absent without data.weight, masks and retrieval tasks
     groups.npy       int64 (N,), absent without groups
     group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batches.py)
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
@@ -56,6 +56,7 @@ class PreparedDataset:
 
     Raises:
         DataError: the manifest or an array is missing or invalid, or a sampled checksum differs.
+        StorageError: the manifest is a link, or not a regular file.
 
     Attributes:
         group_rows: int64 (N,), the rows by group, and within a group in file order.
@@ -105,7 +106,7 @@ class PreparedDataset:
         return torch.from_numpy(np.bincount(ids_N, minlength=features[feature].num_rows))
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
-        """Return the sums of the weights of ``rows``, float64 (T,); None if all samples weigh the same."""
+        """Return the sums of the weights of ``rows``, float64 (T,); None without weights."""
         weights_NT = self._targets.weights_BT
         if weights_NT is None:
             return None
@@ -196,7 +197,7 @@ def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: the number of samples before, and of their values by column."""
+    """A position in the arrays of a split: the numbers of earlier samples, and of their ids by column."""
 
     row: int
     values_K: npt.NDArray[np.int64]
@@ -303,7 +304,6 @@ class SplitWriter:
         self.label_sums.append(LabelSums.of(targets))
 
     def _put(self, start: int, **arrays: npt.NDArray[Any] | None) -> None:
-        """Write the next rows of some arrays; None for an array that the split lacks."""
         for name, rows in arrays.items():
             if rows is not None:
                 self._arrays[name][start : start + len(rows)] = rows

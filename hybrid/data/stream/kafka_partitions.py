@@ -7,9 +7,9 @@
     partition 2    offsets  40 ..  89 |  90 .. 139 | ...     trainer 0
                              step 0       step 1
 
-The number of offsets per step is fixed for each partition. So the rows of a step depend on the topic alone,
-and the position after any step is known. An offset without a valid row (the message is invalid, or compaction
-has removed it) makes the batch smaller. The master lets trainers take a step once all of its offsets exist.
+The number of offsets per step is fixed for each partition. So the rows of a step do not depend on the number
+of trainers, and the position after any step is known. An offset without a valid row (the message is invalid,
+or compaction has removed it) makes the batch smaller. Trainers take a step once all of its offsets exist.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Topic:
     Raises:
         ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, or there are fewer
             partitions than trainers, or more than rows in a step.
-        DataError: the topic does not exist, or no broker responds.
+        DataError: the topic does not exist, or no broker responds. Methods raise it, too.
     """
 
     poll_seconds = 0.1
@@ -162,7 +162,7 @@ class Topic:
         return min(found // of_step for found, of_step in rows)
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the rows of about 262,144 offsets, at least one step; DataError if no step is ready."""
+        """Yield the rows of the next steps, up to about 262,144 offsets; DataError if no step is ready."""
         if unit is None or not (num_ready := self.count_steps(unit)):
             raise DataError(f"{self.name}: too few rows for the first step; check data.stream")
         config, partitions = self._config, range(len(unit.offsets))
@@ -174,6 +174,7 @@ class Topic:
                     yield _parse(unit.name, messages, layout)[0]
 
     def wait_hours(self, last: StreamUnit | None) -> float:
+        """Return the hours to wait for the rows of a step before the stream ends."""
         return float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
@@ -281,10 +282,7 @@ class PartitionReader:
         self._log = InvalidRowLog(config.data.max_invalid_fraction)
 
     def batches(self) -> BatchStream:
-        """Return this trainer's batches, without end.
-
-        Their ``global_size`` counts this trainer's samples only: the caller adds those of the others.
-        """
+        """Return this trainer's batches, without end; ``global_size`` counts only this trainer's samples."""
         is_over = threading.Event()
         return BatchStream(self._read(is_over), is_over=is_over)
 
@@ -292,7 +290,7 @@ class PartitionReader:
         return {}  # the unit has the offsets
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far, however many; reading the batches raises DataError."""
+        """Return the invalid rows read so far. If there are too many, only the batches raise DataError."""
         return self._log.report()
 
     def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:

@@ -6,9 +6,9 @@
     lanes (here three)        lane 0: s0 s3 s6 | lane 1: s1 s4 | lane 2: s2 s5
     trainers (here two)       trainer 0: lanes 0, 2            | trainer 1: lane 1
 
-A step takes rows from every lane, in proportion to the size of the lane in the unit, so all lanes end at
-about the same step. Neither lanes nor these numbers depend on trainers. So a step has the same rows for any
-number of trainers, and each trainer parses only its lanes.
+A step takes rows from every lane that has not ended, in proportion to the size of the lane in the unit. So
+all lanes end at about the same step. Neither lanes nor these numbers depend on trainers. So a step has the
+same rows for any number of trainers, and each trainer parses only its lanes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Lane:
         layout: the columns of the unit.
 
     Attributes:
-        log: the invalid rows.
+        log: the invalid rows that have been read.
         num_ready: the number of rows that are parsed and not yet returned.
     """
 
@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def take(self, end: int) -> list[EncodedBlock]:
-        """Return the next rows before row ``end`` of the lane, at least one; [] at the end of the lane."""
+        """Return the next rows, up to row ``end`` of the lane but at least one; [] at the end of the lane."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -134,7 +134,8 @@ class LaneReader:
         unit: with the position at which to start.
 
     Raises:
-        DataError: a file cannot be read, or the position is not valid for the unit.
+        ConfigError: a side table lacks a column, or shares one with another side table.
+        DataError: a side table cannot be read, or the position is not valid for the unit.
     """
 
     def __init__(
@@ -167,11 +168,11 @@ class LaneReader:
         return BatchStream(self._read())
 
     def positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position of each lane of this trainer after ``step`` steps, or at the lane's end."""
+        """Return the position of each lane of this trainer after ``step`` steps, or after its last batch."""
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far; DataError if their fraction in a lane is too large."""
+        """Return the invalid rows read so far; DataError if a lane has too many, or a file has only these."""
         return InvalidRowReport.merge([lane.log.finish() for lane in self._lanes.values()])
 
     def _current(self) -> dict[int, LanePosition]:

@@ -35,7 +35,7 @@ Reader: TypeAlias = LaneReader | PartitionReader
 
 
 def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
-    """Return the source in which the master finds units; for the errors of a topic, see :class:`Topic`."""
+    """Return the source in which units are found; for the errors of a topic, see :class:`Topic`."""
     return Topic(config) if config.data.is_topic else Files(config, warn)
 
 
@@ -44,7 +44,8 @@ def open_reader(
 ) -> Reader:
     """Return the reader of one trainer, from the position of ``unit`` on.
 
-    For files, raise DataError if a file cannot be read, or if the position does not fit the files or lanes.
+    For files, raise ConfigError or DataError if a side table cannot be used, and DataError if the position
+    does not fit the files or lanes.
     """
     kind = PartitionReader if config.data.is_topic else LaneReader
     return kind(config, encoder, unit, trainer, num_trainers)
@@ -62,12 +63,12 @@ class StreamCursor:
 
     Attributes:
         source: finds units.
-        unit: the unit that is read; None between two units.
-        last: the unit before ``unit``.
+        unit: the unit that is read; None between two units, and after an error of :meth:`scale`.
+        last: the unit before ``unit``, or None.
         num_ready: the number of further steps of ``unit`` for which all rows are there.
         is_waiting: whether the run has waited so long for rows that the wait was reported.
         is_over: whether the wait for further rows has ended without rows.
-        bad_rows: the invalid rows so far.
+        bad_rows: the invalid rows since this object was created.
         delta_time: event time from which the next delta is due; infinite without ``event_seconds``.
     """
 
@@ -89,7 +90,7 @@ class StreamCursor:
     def has_rows(self) -> bool:
         """Return whether there are rows for the next step. If not, wait briefly, or set ``is_over``.
 
-        Raise DataError if a unit cannot be read, and StorageError if a store refuses the request.
+        Raise DataError if a unit or topic cannot be read, and StorageError if a store refuses the request.
         """
         if self.num_ready:
             return True
@@ -176,7 +177,7 @@ class StreamCursor:
         self.last, self.unit, self.num_ready = self.unit, None, 0
 
     def pack(self) -> dict[str, Any]:
-        """Return the position for the progress of a checkpoint."""
+        """Return the position as an entry of the progress in a checkpoint."""
         last = None if self.last is None else asdict(replace(self.last, files=(), lanes=(), side_files=()))
         delta_time = {"delta_time": self.delta_time} if self._event_seconds else {}
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
@@ -184,7 +185,7 @@ class StreamCursor:
     def restore(self, stored: Checkpoint) -> None:
         """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream.
 
-        Raise ConfigError or DataError if the topic or the files of a side table cannot be read.
+        Raise ConfigError or DataError if the topic or a file of a side table cannot be read.
         """
         try:
             position = stored.manifest.progress[STREAM]

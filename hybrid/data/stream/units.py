@@ -67,12 +67,12 @@ class StreamUnit:
     side_files: tuple[tuple[InputFile, ...], ...] = ()
 
     def layout(self, config: RunConfig) -> Layout:
-        """Return the columns of the unit, with its side tables; unchanged files are read once per process."""
+        """Return the columns of the unit and its side tables; ConfigError or DataError if one is unusable."""
         layout = stream_layout(config)
         return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
     def segments(self, layout: Layout) -> list[Segment]:
-        """Return the segments of all files, in order."""
+        """Return the segments (byte ranges, or row groups of Parquet) of all files, in order."""
         paths = [parse_path(file.path) for file in self.files]
         return split_files(paths, layout, SEGMENT_ROWS, SEGMENT_BYTES)
 
@@ -103,8 +103,8 @@ class Files:
         """Return the unit after ``last``, or the first one; None if it is missing or not complete.
 
         Raises:
-            DataError: the unit has no files, or a folder without the form NAME=VALUE, or cannot be read.
-            StorageError: a store refuses the request.
+            DataError: the unit or a side table has no files, an unreadable file, or a folder not NAME=VALUE.
+            StorageError: a store or the file system refuses the request.
         """
         data, is_first_search = self._config.data, self._known is None
         known = self._known = self._known or set()
@@ -132,7 +132,11 @@ class Files:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first blocks of 32 evenly spread segments; DataError without a unit or valid rows."""
+        """Yield the first block of each of at most 32 evenly spread segments.
+
+        Raise ConfigError if a file lacks a column. Raise DataError if there is no unit, it cannot be read, or
+        all rows of the sample, or its first 10,000, are invalid.
+        """
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
@@ -152,11 +156,7 @@ class Files:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """End the stream at ``at``, the unit that was read last or None; return an empty text: no warning.
-
-        Raises:
-            DataError: ``until`` of data.stream names a later unit, which was not complete in time.
-        """
+        """Return ""; DataError if ``until`` of data.stream names a unit other than ``at``, the last unit."""
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
@@ -173,7 +173,7 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
-    """Return ``encoder`` with the fitted scaling of ``before``, for a model trained with ``before``."""
+    """Return ``encoder``, but with the scaling of ``before`` for fitted columns of the same transform."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
         known.get((each.name, each.transform), each) if column.scaling.name in FITTED_SCALINGS else each
