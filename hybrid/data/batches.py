@@ -278,7 +278,6 @@ class ShuffledOrder:
         return np.concatenate([rows for of_lane in chosen for rows in of_lane])
 
     def _shuffled_lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
-        """Return the rows of each lane of a window; the window has the positions ``first`` to ``last``."""
         chunks = self._chunks[window * WINDOW_CHUNKS : (window + 1) * WINDOW_CHUNKS]
         rows = (chunks[:, None] * CHUNK_ROWS + np.arange(CHUNK_ROWS)).reshape(-1)
         rows = rows[rows < self._num_rows]

@@ -46,7 +46,6 @@ _SAMPLED_ROWS = 1 << 18
 
 
 def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
-    """Return the number of offsets that a step takes from each partition."""
     rows, more = divmod(config.train.batch_size, max(1, len(unit.offsets)))
     return [rows + (partition < more) for partition in range(len(unit.offsets))]
 

@@ -42,11 +42,7 @@ def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
 def open_reader(
     config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
 ) -> Reader:
-    """Return the reader of one trainer, from the position of ``unit`` on.
-
-    For files, raise ConfigError or DataError if a side table cannot be used, and DataError if the position
-    does not fit the files or lanes.
-    """
+    """Return one trainer's reader from the position of ``unit`` on; for files, see :class:`LaneReader`."""
     kind = PartitionReader if config.data.is_topic else LaneReader
     return kind(config, encoder, unit, trainer, num_trainers)
 
@@ -65,7 +61,7 @@ class StreamCursor:
         source: finds units.
         unit: the unit that is read; None between two units, and after an error of :meth:`scale`.
         last: the unit before ``unit``, or None.
-        num_ready: the number of further steps of ``unit`` for which all rows are there.
+        num_ready: the number of further steps of ``unit`` whose rows exist; for files, a huge number.
         is_waiting: whether the run has waited so long for rows that the wait was reported.
         is_over: whether the wait for further rows has ended without rows.
         bad_rows: the invalid rows since this object was created.
