@@ -257,7 +257,7 @@ class ForkServer:
             self._pids = self._call("start", pickle.dumps((target, calls)), address, port)
         except OSError as error:
             remedy = "check the memory, and the limit on processes (ulimit -u)"
-            raise ClusterError(f"the system refuses to start a process: {error.strerror}; {remedy}") from error
+            raise ClusterError(f"the system starts no process: {error.strerror}; {remedy}") from error
         return dict(self._pids)
 
     def signal(self, name: str, number: signal.Signals) -> None:

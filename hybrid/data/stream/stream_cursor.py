@@ -126,12 +126,12 @@ class StreamCursor:
         unit = self.unit
         if unit is None or unit.is_sampled or unit.step or not momentum:
             return encoder
-        self.unit = None  # a unit that cannot be read has not begun, and may be repaired
+        self.unit, self.num_ready = None, 0  # a unit that cannot be read has not begun, and may be repaired
         layout = stream_layout(self._config)
         moments = FittedStatistics.of(layout, self.source.sample(unit)).moments
         moments = moments.average_with(encoder.dense, layout.dense, momentum)
         encoder = replace(encoder, dense=moments.encodings(layout.dense))
-        self.unit = replace(unit, is_sampled=True)
+        self.unit, self.num_ready = replace(unit, is_sampled=True), self.source.count_steps(unit)
         return encoder
 
     def advance(self, num_steps: int) -> None:

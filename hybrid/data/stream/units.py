@@ -100,12 +100,14 @@ class Files:
         self._known: set[str] | None = None  # paths up to the last unit; None before the first search
 
     def find(self, last: StreamUnit | None) -> StreamUnit | None:
-        """Return the unit after ``last``, or the first one; None if it is missing or not complete.
+        """Return the unit after ``last``, or the first; None if it is missing, incomplete or after ``until``.
 
         Raises:
             DataError: the unit or a side table has no files, an unreadable file, or a folder not NAME=VALUE.
             StorageError: a store or the file system refuses the request.
         """
+        if last is not None and last.name == self._until:
+            return None
         data, is_first_search = self._config.data, self._known is None
         known = self._known = self._known or set()
         end = None if last is None else (last.path_index, path_parts(parse_path(last.name)))

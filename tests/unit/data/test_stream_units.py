@@ -183,14 +183,14 @@ def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
 
 
 def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
-    config = configure(str(tmp_path / "log/day=*"), "parquet", "data.stream = \"files(marker = '_SUCCESS')\"")
-    warnings: list[str] = []
+    stream = f"data.stream = \"files(marker = '_SUCCESS', until = '{tmp_path}/log/day=10')\""
+    config, warnings = configure(str(tmp_path / "log/day=*"), "parquet", stream), list[str]()
     files = Files(config, warnings.append)
     assert files.find(None) is None
-    for day in (2, 1, 10):
+    for day in (2, 1, 10, 11):
         write(tmp_path / f"log/day={day:02}/a.parquet", table(day, 50))
     assert files.find(None) is None
-    for day in (1, 10):
+    for day in (1, 10, 11):
         (tmp_path / f"log/day={day:02}/_SUCCESS").touch()
     first = files.find(None)
     assert first is not None
@@ -202,6 +202,7 @@ def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
     names = [str(tmp_path / f"log/day={day:02}") for day in (1, 2, 10, 10, 10)]
     assert [unit and unit.name for unit in found] == names
     assert [warning.partition(":")[0] for warning in warnings] == [str(tmp_path / "log/day=00")]
+    assert files.find(found[-1]) is None  # no unit after ``until``
 
 
 def test_paths_are_units_in_the_order_of_the_list(tmp_path: Path) -> None:
@@ -321,11 +322,15 @@ def test_unit_that_cannot_be_sampled_has_not_begun(tmp_path: Path) -> None:
     encoder = cursor.scale(cursor.fit_encoder())
     cursor.end_unit([])
     file = tmp_path / "day=1/a.parquet"
-    file.write_bytes(bytes(file.stat().st_size))
+    content = file.read_bytes()
+    file.write_bytes(bytes(len(content)))
     assert cursor.has_rows()
     with pytest.raises(DataError, match=str(file)):
         cursor.scale(encoder)
     assert cursor.pack()["stream"]["unit"] is None
+    file.write_bytes(content)
+    assert cursor.has_rows()
+    assert cursor.scale(encoder) != encoder
 
 
 def test_missing_integer_has_the_key_of_a_missing_text(tmp_path: Path) -> None:
