@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.embedding.kernels import Ints
 from hybrid.embedding.stored_matrix import SavedRows, matrix_blocks
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError
@@ -26,6 +25,7 @@ from hybrid.storage.remote_path import parse_path
 
 if TYPE_CHECKING:
     from hybrid.data.encode.feature_encoder import SparseEncoding
+    from hybrid.embedding.kernels import Ints
     from hybrid.embedding.saved_tables import SavedTable
 
 _BLOCK_VALUES = 1 << 20

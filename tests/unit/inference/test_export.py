@@ -143,8 +143,8 @@ HISTORY = "history = 'seen', candidate = 'item'"
     ],
 )
 def test_sequences_compute_the_predictions(tmp_path: Path, net: str) -> None:
-    tags = {"pooling": "none" if net == "dcn_v2" else "sum"}
-    config = history_config(tmp_path, **{"dense": {"net": net}, "columns.tags": tags})
+    tags = {} if net == "dcn_v2" else {"columns.tags": {"pooling": "sum"}}
+    config = history_config(tmp_path, dense={"net": net}, **tags)
     run = write_trained(tmp_path / "run", config)
     check_export(run, tmp_path / "served", write_shop(tmp_path / "new.csv", 70, seed=2))
 
