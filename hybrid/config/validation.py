@@ -187,8 +187,10 @@ def check_columns(
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
     """Raise ConfigError for an invalid delimiter, or if labels of 1 and 0 are equal after ``value_of``."""
-    if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
-        raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
+    is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
+    if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:
+        rule = "must be an ASCII character, or several characters, without quotes, line breaks and NUL"
+        raise ConfigError("data.delimiter", rule, data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}
     if shared := [label for label in data.negative_labels if value_of(label) in positive]:
         rule = "must not share values with data.positive_labels"

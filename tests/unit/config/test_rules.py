@@ -30,7 +30,7 @@ VALUES = {
         for moments in ("", "2", "std = 2", "2, std = 0", "2, std = -1", "nan, std = 1", "x, std = 1")
     ),
     "columns.price.vocabulary": ("hash",),
-    "data.delimiter": ("", '"'),
+    "data.delimiter": ("", '"', "§", "\0", ":\0"),
     "data.dense": ("label",),
     "data.format": ("tsv",),
     "data.label": ("",),
