@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -325,19 +325,20 @@ class _Parser:
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """Return the column names by position, and the 1-based line of the header, or 0 without a header.
 
-    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, and the first 100 lines of a
-    smaller file are blank, return ``layout.required`` and 0. Raise ConfigError if the file lacks a required
-    column, or a side table also has it. Raise DataError if the file is no text, its header is unusable, or it
-    has a required column twice.
+    ``head`` is the first 1 MiB of the file. If all lines of the file are blank, return ``layout.required``
+    and 0. Raise ConfigError if the file lacks a required column, or a side table also has it. Raise DataError
+    if the file is no text, its header is missing or unusable, or it has a required column twice.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"
         raise DataError(f"{path}: is not text; {rule}")
     text = _normalize(head, layout).decode("utf-8-sig", errors="replace")
+    lines = text.split("\n")
+    if len(head) >= PEEK_BYTES:
+        lines.pop()  # it may be incomplete
+    filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     peeked = []
-    for number, line in enumerate(text.split("\n")[:PEEK_LINES], start=1):
-        if not line.strip():
-            continue
+    for number, line in islice(filled, PEEK_LINES):
         line = line.strip("\r")
         fields = line.split(layout.delimiter)
         if layout.quotes:
@@ -351,7 +352,8 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
         if not peeked and len(head) < PEEK_BYTES:
             return layout.required, 0  # an empty file, as Spark writes them beside others
         if not peeked:
-            raise DataError(f"{path}: starts with blank lines, expected a header line; check data.path")
+            found = f"has no header line in its first {PEEK_BYTES >> 20} MiB"
+            raise DataError(f"{path}: {found}; check data.path")
         header_lines, fields = peeked[0]
         if any("\r" in field for field in fields):
             raise DataError(

@@ -158,6 +158,24 @@ def test_delimiter_of_several_characters(tmp_path: Path, block_bytes: int) -> No
     assert located(report, path) == ["4: 2 columns, expected 3"]
 
 
+@pytest.mark.parametrize("num_blank", [99, 100, 5000])
+def test_header_after_blank_lines(tmp_path: Path, num_blank: int) -> None:
+    """Columns are found by their names, although their order differs from that of the configuration."""
+    path = write(tmp_path / "a.csv", "\n" * num_blank + "y,label,city,x\n2,1,a,1\n4,0,b,3\n")
+    block, report = read(edit(columns=()), path)
+    assert block.dense_BF.tolist() == [[1, 2], [3, 4]]
+    assert block.sparse[0].to_pylist() == ["a", "b"]
+    assert report.total == 0
+
+
+@pytest.mark.parametrize("num_blank", [(1 << 20) - 7, 1 << 20])
+def test_header_beyond_the_first_bytes_is_refused(tmp_path: Path, num_blank: int) -> None:
+    """A header that the limit cuts would have another last column."""
+    path = write(tmp_path / "a.csv", "\n" * num_blank + "label,x,y,city\n1,2,3,a\n")
+    with pytest.raises(DataError, match=rf"^{path}: has no header line in its first 1 MiB"):
+        read(edit(columns=(), dense=(), sparse=("x",)), path)
+
+
 @pytest.mark.parametrize(
     ("file_format", "empty"),
     [("csv", b""), ("csv", b"\n"), ("csv", gzip.compress(b"", mtime=0)), ("parquet", b"")],
