@@ -18,8 +18,8 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -87,12 +87,17 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = ignore_progress) -> Path:
+def prepare(
+    config: RunConfig,
+    cache: Path,
+    report: Callable[[str], None] = ignore_progress,
+    key: str = "data.cache_folder",
+) -> Path:
     """Make sure that the samples of all splits of ``config`` are prepared; return their folder.
 
     The name of the folder is a :func:`fingerprint`, and the folder appears atomically. If several processes
     need the same data at the same time, one prepares them, and the others wait. ``report`` receives progress,
-    one line at a time.
+    one line at a time. ``key`` is the configuration key of ``cache``, for messages.
 
     Raises:
         ConfigError: a key does not fit the files, or the synthetic click log.
@@ -103,10 +108,10 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
     files = find_input_files(config.data)
     target = cache / fingerprint(config, files)
     try:
-        if _is_prepared(target, report):
+        if _is_prepared(target, report, key):
             return target
         with hold_lock(target):
-            if _is_prepared(target, report):
+            if _is_prepared(target, report, key):
                 return target
             started = time.monotonic()
             with build_directory(target) as folder:
@@ -123,7 +128,7 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
     except StorageError:  # of the input
         raise
     except OSError as error:
-        raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
+        raise DataError(f"{target.parent}: cannot be written ({error}); set {key}") from error
     except MemoryError as error:
         rule = "set data.vocabulary = hash or grow, which keep no values, or add memory"
         raise DataError(f"out of memory while preparing the data; {rule}") from error
@@ -133,11 +138,11 @@ def prepare(config: RunConfig, cache: Path, report: Callable[[str], None] = igno
     return target
 
 
-def _is_prepared(target: Path, report: Callable[[str], None]) -> bool:
+def _is_prepared(target: Path, report: Callable[[str], None], key: str) -> bool:
     if not target.exists():
         return False
     if not os.access(target, os.R_OK | os.X_OK):
-        raise DataError(f"{target}: belongs to another user; set data.cache_folder")
+        raise DataError(f"{target}: belongs to another user; set {key}")
     report(f"prepared data found in {target}")
     return True
 
@@ -215,15 +220,17 @@ def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_pr
         return prepare(config, cache, report)
     target = cache / fingerprint(config)
     local = Path(config.data.local_cache_folder or LOCAL_CACHE)
-    with hold_lock(local / f"{target.name}.sending"):  # one process of this machine sends the data
+    # One process of this machine sends the data.
+    with _convert_local_errors(local), hold_lock(local / f"{target.name}.sending"):
         with suppress(FileNotFoundError):
             folder = target / storage.read_text(target / _ATTEMPT)
+            storage.require_file(folder / dataset_manifest.FILE_NAME)
             manifest = DataManifest.read(folder / dataset_manifest.FILE_NAME)
             if storage.compute_checksum(folder / FEATURES) != manifest.stored[FEATURES].whole:
                 raise _altered_error(folder / FEATURES)
             report(f"prepared data found in {target}")
             return folder
-        prepared = prepare(config, local, report)
+        prepared = prepare(config, local, report, "data.local_cache_folder")
         report(f"sending the prepared data to {target}")
         # If two masters send at the same time, both folders are complete, and the name written last is valid.
         folder = target / uuid.uuid4().hex
@@ -272,24 +279,31 @@ def _send(folder: Path, target: RemotePath, report: Callable[[str], None]) -> No
 
 def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
     target = cache / source.parent.name
-    if target.exists():
-        return target
+    with _convert_local_errors(cache):
+        if target.exists():
+            return target
+        try:
+            with hold_lock(target):
+                if not target.exists():
+                    with build_directory(target) as folder:
+                        _fetch(source, folder)
+        except FileNotFoundError as error:
+            rule = "delete the folder to prepare again"
+            raise DataError(f"{source}: a file is missing ({error}); {rule}") from error
+    return target
+
+
+@contextmanager
+def _convert_local_errors(cache: Path) -> Iterator[None]:
+    """Raise DataError, which names ``data.local_cache_folder``, if the system refuses access to ``cache``."""
     try:
-        with hold_lock(target):
-            if not target.exists():
-                with build_directory(target) as folder:
-                    _fetch(source, folder)
+        yield
     except StorageError:
         raise
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{source}: a file is missing ({error}); delete the folder to prepare again"
-        ) from error
     except OSError as error:
         reason = error.strerror or error
         rule = "free space there, or set data.local_cache_folder to another folder of this host"
         raise DataError(f"{cache}: cannot hold prepared data: {reason}; {rule}") from error
-    return target
 
 
 def _fetch(source: RemotePath, folder: Path) -> None:

@@ -1,7 +1,9 @@
 """Input files and prepared data in a store equal those on a disk; errors of the store are one line."""
 
 import dataclasses
+import errno
 import gzip
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -245,7 +247,32 @@ def test_altered_and_removed_data_are_refused(tmp_path: Path, there: RemotePath,
     assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
 
-def test_unusable_local_folder_is_reported(tmp_path: Path, there: RemotePath, config: RunConfig) -> None:
+@pytest.mark.parametrize("name", ["manifest.json", "features.json"])
+def test_incomplete_data_are_sent_again(tmp_path: Path, config: RunConfig, name: str) -> None:
+    folder = ensure_prepared(config)
+    assert isinstance(folder, RemotePath)
+    remove(folder / name)
+    sent_again = ensure_prepared(config)
+    assert sent_again != folder
+    assert rows_of(open_split(sent_again, "train", on_host(config, tmp_path / "other").data))
+    assert ensure_prepared(config) == sent_again
+
+
+def test_unusable_local_folder_is_reported(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = ensure_prepared(config)
     with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):
         open_split(folder, "train", on_host(config, tmp_path / "train.csv").data)
+    remove(parse_path(folder).parent)
+    with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):
+        ensure_prepared(on_host(config, tmp_path / "train.csv"))
+
+    def fail(line: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DataError, match=r"No space left on device.*data\.local_cache_folder"):
+        ensure_prepared(on_host(config, tmp_path / "full"), fail)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(DataError, match=r"another user; set data\.local_cache_folder"):
+        ensure_prepared(config)
