@@ -68,10 +68,7 @@ def pack_keys(
 
 
 def map_keys(
-    checkpoint: Checkpoint,
-    table: str,
-    widths: Widths,
-    buckets: range = range(NUM_BUCKETS),
+    checkpoint: Checkpoint, table: str, widths: Widths, buckets: range = range(NUM_BUCKETS)
 ) -> Iterator[Arrays]:
     """Yield the arrays of each file with keys in ``buckets``, mapped into memory, in ascending order of keys.
 

@@ -325,9 +325,7 @@ class ColumnSection:
         None, "Scaling of numeric values (of data.dense).", signatures=SCALING_CALLS
     )
     vocabulary: str | None = model(
-        None,
-        "How values become rows (value, weighted; cross: hash or grow).",
-        signatures=VOCABULARY_CALLS,
+        None, "How values become rows (value, weighted; cross: hash or grow).", signatures=VOCABULARY_CALLS
     )
 
 

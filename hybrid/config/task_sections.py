@@ -72,8 +72,7 @@ class TaskSection:
     """A task: its labels, loss and metrics. Without sections, data.label is the label of the only task."""
 
     label: str = model(
-        "",
-        "Label column; empty for the column of the task's name, or for retrieval if each row is a choice.",
+        "", "Label column; empty for the column of the task's name, or for retrieval if each row is a choice."
     )
     type: str = model(
         "binary",

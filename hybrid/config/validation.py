@@ -148,11 +148,7 @@ def _check_stream(config: RunConfig) -> None:
         ("train.epochs", train.epochs > 1, "must be 1"),
         ("train.patience", train.patience, "must be 0"),
         ("train.eval_every_steps", train.eval_every_steps, "must be 0"),
-        (
-            "cluster.trainers",
-            config.cluster.trainers > lanes,
-            f"must be at most the {lanes} lanes",
-        ),
+        ("cluster.trainers", config.cluster.trainers > lanes, f"must be at most the {lanes} lanes"),
     ):
         if is_refused:
             raise ConfigError(key, f"{needed}, {rule}", attrgetter(key)(config))

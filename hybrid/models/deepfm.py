@@ -49,12 +49,7 @@ class DeepFM(DenseNet):
     """
 
     def __init__(
-        self,
-        num_dense: int,
-        num_sparse: int,
-        dim: int,
-        deep: Sequence[int] = (64, 32),
-        num_outputs: int = 1,
+        self, num_dense: int, num_sparse: int, dim: int, deep: Sequence[int] = (64, 32), num_outputs: int = 1
     ) -> None:
         machine = FactorizationMachine(num_sparse, dim + 1, num_dense)
         head = output_mlp((num_dense + num_sparse * dim, *deep), num_outputs)

@@ -25,12 +25,7 @@ from torch.futures import Future
 
 from hybrid.errors import ClusterError, describe_exception
 from hybrid.security.message_signature import UNSIGNED, PayloadKind, Signatures, is_contiguous
-from hybrid.security.rejections import (
-    PlainUnpickler,
-    RejectionError,
-    RejectionLog,
-    describe_rejection,
-)
+from hybrid.security.rejections import PlainUnpickler, RejectionError, RejectionLog, describe_rejection
 from hybrid.user_code.user_modules import qualified_name
 
 # Torch calls these when RPC starts and stops, with one payload for all processes.

@@ -60,11 +60,7 @@ class SideTable:
 
 
 def read_side_tables(
-    data: DataSection,
-    names: Collection[str],
-    files: Sequence[Sequence[InputFile]],
-    *,
-    with_rows: bool = True,
+    data: DataSection, names: Collection[str], files: Sequence[Sequence[InputFile]], *, with_rows: bool = True
 ) -> tuple[SideTable, ...]:
     """Read the side tables of ``data.joins`` into memory, in their order.
 
@@ -94,11 +90,7 @@ def read_side_tables(
 
 
 def _read_table(
-    data: DataSection,
-    call: Call,
-    names: Collection[str],
-    files: Sequence[InputFile],
-    with_rows: bool,
+    data: DataSection, call: Call, names: Collection[str], files: Sequence[InputFile], with_rows: bool
 ) -> SideTable:
     key = call["table_key"] or call["key"]
     data = DataSection(columns=call["columns"], delimiter=data.delimiter, missing=data.missing)

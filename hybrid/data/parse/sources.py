@@ -80,10 +80,7 @@ class Segment:
 
 
 def split_files(
-    files: Sequence[StoragePath],
-    layout: Layout,
-    min_rows: int = SEGMENT_ROWS,
-    num_bytes: int = 0,
+    files: Sequence[StoragePath], layout: Layout, min_rows: int = SEGMENT_ROWS, num_bytes: int = 0
 ) -> list[Segment]:
     """Return the segments of ``files`` in row order. An unreadable file is one segment: reading it fails.
 
@@ -134,10 +131,7 @@ def _split_text(path: StoragePath, size: int, layout: Layout, step: int) -> list
 
 
 def read_segment(
-    segment: Segment,
-    layout: Layout,
-    block_rows: int = BLOCK_ROWS,
-    block_bytes: int = 0,
+    segment: Segment, layout: Layout, block_rows: int = BLOCK_ROWS, block_bytes: int = 0
 ) -> Iterator[TableBlock]:
     """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
 

@@ -181,10 +181,7 @@ def _write_synthetic(
 
 
 def _write_files(
-    config: RunConfig,
-    files: dict[str, tuple[InputFile, ...]],
-    folder: Path,
-    report: Callable[[str], None],
+    config: RunConfig, files: dict[str, tuple[InputFile, ...]], folder: Path, report: Callable[[str], None]
 ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
     encoder, reports = FilesPreparation(config, files, folder, report).write()
     names = ", ".join(file.path for file in files[TRAIN])

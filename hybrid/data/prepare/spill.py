@@ -104,10 +104,7 @@ class Piece(NamedTuple):
             pa.record_batch([_narrow(column) for column in batch.columns], batch.schema.names)
             for batch in table.to_batches()
         ]
-        with (
-            pa.OSFile(str(folder / _ROWS), "wb") as file,
-            pa.ipc.new_file(file, narrow[0].schema) as writer,
-        ):
+        with pa.OSFile(str(folder / _ROWS), "wb") as file, pa.ipc.new_file(file, narrow[0].schema) as writer:
             for batch in narrow:
                 writer.write_batch(batch)
         return cls(folder, first_row, split)

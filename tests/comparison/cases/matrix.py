@@ -166,7 +166,7 @@ class Case:
                 "non_finite": self.non_finite,
             },
             schedule={
-                "kind": call_text(SCHEDULE_CALLS, self.schedule, {"decay_every": 5, "warmup_steps": warmup}),
+                "kind": call_text(SCHEDULE_CALLS, self.schedule, {"decay_every": 5, "warmup_steps": warmup})
             },
         )
         # Other nets than dcn_v2 need tables of one width.

@@ -498,8 +498,7 @@ def test_shards_of_other_sizes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("altered", "step"),
-    [([], 110), ([(110, MANIFEST_FILE)], 30), ([(110, DENSE_FILE), (30, DENSE_FILE)], 2)],
+    ("altered", "step"), [([], 110), ([(110, MANIFEST_FILE)], 30), ([(110, DENSE_FILE), (30, DENSE_FILE)], 2)]
 )
 def test_damaged_checkpoints_are_skipped_and_reported(
     tmp_path: Path, altered: list[tuple[int, str]], step: int

@@ -118,10 +118,7 @@ class Raises(nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "reason"),
-    [
-        (nn.Linear(WIDTH, 1), "mat1 and mat2 must have the same dtype, .*"),
-        (Raises(), "KeyError: 'mine'"),
-    ],
+    [(nn.Linear(WIDTH, 1), "mat1 and mat2 must have the same dtype, .*"), (Raises(), "KeyError: 'mine'")],
 )
 def test_invalid_module_raises_an_error_of_one_line(module: nn.Module, reason: str) -> None:
     message = rf"^dense\.compile = 'aot_eager': .* {type(module).__name__}: {reason}$"

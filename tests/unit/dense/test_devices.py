@@ -45,11 +45,7 @@ def test_device_of_each_setting(
 
 @pytest.mark.parametrize(
     ("num_gpus", "setting", "choices"),
-    [
-        (0, "cuda", "cpu"),
-        (0, "cuda:0", "cpu"),
-        (2, "cuda:2", "cpu or cuda:0 or cuda:1"),
-    ],
+    [(0, "cuda", "cpu"), (0, "cuda:0", "cpu"), (2, "cuda:2", "cpu or cuda:0 or cuda:1")],
     indirect=["num_gpus"],
 )
 def test_invalid_device_raises_an_error(num_gpus: int, setting: str, choices: str) -> None:

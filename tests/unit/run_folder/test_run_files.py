@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 from support.commands import eventually
 from support.progress import METRICS, PROGRESS, progress
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from hybrid.config import ClusterSection, RunConfig, TrainSection
 from hybrid.config.loading import load_config
