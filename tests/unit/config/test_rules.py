@@ -88,6 +88,8 @@ COMBINATIONS = [
     ("dense.tensor_size=2 + dense.optimizer=Muon", "dense.optimizer"),
     ("dense.tensor_size=2 + dense.device=cpu,cpu", "dense.device"),
     ("dense.optimizer=SGD(", "dense.optimizer"),
+    ("dense.optimizer=Adam(eps = 2020-01-01)", "dense.optimizer"),
+    ("dense.optimizer=Adam(eps = inf)", "dense.optimizer"),
     ("dense_groups.g.parameters=* + dense_groups.g.optimizer_options=lr = 0",
      "dense_groups.g.optimizer_options"),
     (f"train.update=async + embedding.optimizer={ALL_ROWS}", "embedding.optimizer"),
