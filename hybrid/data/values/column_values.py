@@ -246,12 +246,21 @@ def parse_date_parts(
 ) -> tuple[Numbers, Mask]:
     """Return the hour (0-23) or weekday (0 is Monday) of dates, by ``kind``, and a mask of invalid values.
 
-    Missing and invalid values are NaN. ``date_format`` is for ``strptime``, which reads canonical texts;
-    without it, dates have the forms in the docstring of this module.
+    Missing and invalid values are NaN. ``date_format`` is for ``strptime``, which reads texts and numbers.
+    Without it, dates have the forms in the docstring of this module. Dates and timestamps of Parquet need no
+    format.
     """
-    if date_format:
-        coded = parse_flat_values(column, missing).coded
-        dates_D = pc.strptime(coded.dictionary, format=date_format, unit="s", error_is_null=True)
+    value_type = _decoded_type(column.type)
+    if date_format and not (pa.types.is_date(value_type) or pa.types.is_timestamp(value_type)):
+        indices, distinct = _distinct(column)
+        coded = parse_flat_values(pa.DictionaryArray.from_arrays(indices, distinct), missing).coded
+        # The text of the file may have a midnight or a T that its canonical text lacks, or be a float.
+        dates_D = pc.coalesce(
+            *(
+                pc.strptime(texts, format=date_format, unit="s", error_is_null=True)
+                for texts in (trim_blanks(distinct.cast(pa.string())), coded.dictionary)
+            )
+        )
         seconds_D = dates_D.cast(pa.int64()).cast(pa.float64()).to_numpy(zero_copy_only=False)
         seconds_B = take_or_default(seconds_D, coded.indices, np.nan)
         wrong_B = np.isnan(seconds_B) & np.asarray(coded.is_valid())

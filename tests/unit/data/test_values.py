@@ -194,8 +194,26 @@ def test_dates_in_digits() -> None:
         (pa.array([14102109.0, None, 14102110.0]), "%y%m%d%H"),
     ):
         check_date_parts(column, [9, np.nan, 10], [1, np.nan, 1], form)
+    check_date_parts(pa.array(["14102109.0", "?", "14102110.0"]), [9, np.nan, 10], [1, np.nan, 1], "%y%m%d%H")
     assert find_digit_dates(pa.array(["20170601"]), ()).tolist() == [True]
     assert parse_date_parts(pa.array(["noon", "20170601"]), (), "hour", "%Y%m%d")[1].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("form", ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S"])
+def test_date_formats_read_the_text_of_the_file(form: str, tmp_path: Path) -> None:
+    moments = [datetime(2024, 1, 31, hour) for hour in (0, 9)]
+    texts = [f" {moment.strftime(form)}" for moment in moments]
+    data = DataSection(format="parquet", sparse=("seen",), max_invalid_fraction=0)
+    for seen in (
+        pa.array(texts),
+        pa.array(texts).dictionary_encode(),
+        pa.array(texts, pa.binary()),
+        pa.array(moments, pa.timestamp("us")),
+        pa.array(moments, pa.timestamp("us")).dictionary_encode(),
+    ):
+        pq.write_table(pa.table({"label": [0, 1], "seen": seen}), tmp_path / "a.parquet")
+        block, _ = read(data, tmp_path / "a.parquet", columns={"seen": ColumnSection(kind=f"hour('{form}')")})
+        assert block.sparse[0].to_pylist() == [0, 9]
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "date32"])
