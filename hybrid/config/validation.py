@@ -182,11 +182,18 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError for an invalid delimiter, or if labels of 1 and 0 are equal after ``value_of``."""
+    """Raise ConfigError for an invalid delimiter, missing values or labels with blanks around them, or equal
+    labels of 1 and 0 after ``value_of``.
+    """
     is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
     if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:
         rule = "must be an ASCII character, or several characters, without quotes, line breaks and NUL"
         raise ConfigError("data.delimiter", rule, data.delimiter)
+    for name in ("missing", "positive_labels", "negative_labels"):
+        for text in getattr(data, name):
+            if text != text.strip():
+                rule = "must hold texts without surrounding blanks, which are removed from fields"
+                raise ConfigError(f"data.{name}", rule, text)
     positive = {value_of(label) for label in data.positive_labels}
     if shared := [label for label in data.negative_labels if value_of(label) in positive]:
         rule = "must not share values with data.positive_labels"
