@@ -5,7 +5,7 @@
     next batch        send the lookups of the columns that tables name in ``ids``
     model(batch)      a call of a table takes the vectors of these columns, or looks up other ids now
     cluster.backward  gradients of the mean over all trainers; those of vectors are sent to the workers
-    optimizer.step    before the update, a hook lets all trainers decide together on the step
+    optimizer.step    a hook: all trainers together clip or drop gradients, before the update
 
 ``step_states.py`` has the states between these calls, and the calls that each state permits.
 """

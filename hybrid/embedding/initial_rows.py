@@ -2,7 +2,7 @@
 
 A worker reads all blocks of the files, and keeps the rows of its shard. Rows are found by position, or by
 value: the vocabulary of the prepared data maps values to rows of the table. A row whose value is not in the
-files keeps its random numbers. If a value occurs several times, its last row is used.
+files stays random or zero. If a value occurs several times, its last row is used.
 """
 
 from __future__ import annotations

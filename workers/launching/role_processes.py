@@ -134,7 +134,7 @@ class RoleProcesses:
         self._ended_at: float | None = None  # the time of the first failure, or of the master's end
 
     def start(self, task: Task, secret: Secret) -> None:
-        """Start every role; HybridError if the roles or the server cannot start."""
+        """Start every role; HybridError if the fork server cannot start them."""
         section, calls = self.config.cluster, {}
         for role in section.topology.roles:
             self._processes[str(role)] = RoleProcess(role, log_path(self.folder, role))

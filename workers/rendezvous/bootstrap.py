@@ -280,7 +280,7 @@ def _torch_groups(
     interface: str,
     constructors: Iterable[partial[Any]],
 ) -> Iterator[None]:
-    """Join torch's RPC group, and as a trainer the process group of DDP; leave both at the end."""
+    """Join torch's RPC group, and as a trainer the process group; leave both, except after an error."""
     section, role, store = config.cluster, cluster.role, cluster.store
 
     def start() -> None:
@@ -387,7 +387,7 @@ def _signal_main_thread(number: int) -> None:
 
 
 def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
-    """Stop all trainers and workers, as the master. With a reason, wait at most 5 s until they have left."""
+    """As the master, stop all other roles. If ``message`` has a reason, wait up to 5 s until they leave."""
     if not message.reason:
         cluster.store.set(STOP, f"{message.code:d}")
     elif cluster.rendezvous is not None:

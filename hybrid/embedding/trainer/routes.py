@@ -312,7 +312,7 @@ class PoolRoute:
 
 @dataclass(eq=False, slots=True)
 class _PooledRows:
-    """The assembler that pools the distinct rows, as a worker pools the rows of a table."""
+    """The assembler that pools on the trainer; a worker sends each distinct row once."""
 
     rows: DistinctRows  # the distinct rows, and the positions of their ids, which are sorted by bag
     bags: Bags  # of addresses; from vectors() on, of indices of distinct rows
