@@ -286,7 +286,9 @@ def length_of(data: Any) -> int:
     """Return the number of samples in ``data``, or of batches in a sequence of batches; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
-    return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
+    if isinstance(data, DataLoader):
+        return length_hint(data.sampler, length_hint(data.dataset, -1))  # a sampler may leave out samples
+    return length_hint(data, -1)
 
 
 def division(data: Any, slicing: Slicing) -> tuple[int, int]:

@@ -194,6 +194,9 @@ class Net(nn.Module):
         return vectors.sum(1, keepdim=True).squeeze(*[] if "squeezes" in kind else [1])[:]
 cluster = hybrid.connect()
 data = {"id": torch.arange(19) % 9, "label": torch.ones(19).double()}
+if "samples" in kind:
+    rows = [{"id": i % 9, "label": 1.0} for i in range(19)]
+    data = torch.utils.data.DataLoader(rows, batch_size=8, sampler=range(16))
 model = cluster.distribute(Net().double())
 optimizer = torch.optim.Adam(model.parameters())
 for batch in cluster.batches([data] if kind == "unknown length" else data, 8, drop_last="drops" in kind):
@@ -216,6 +219,7 @@ def test_a_module_is_tried_with_the_size_of_the_last_slice(clusters: Clusters, t
         train("squeezes")
     assert not (tmp_path / "stepped").exists()
     train("squeezes, drops")
+    train("squeezes, samples 16 of 19")
     train("known length")
     train("unknown length")
     (found, sizes), (expected, other_sizes) = (

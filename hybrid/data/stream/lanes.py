@@ -7,7 +7,7 @@
     trainers (here two)       trainer 0: lanes 0, 2            | trainer 1: lane 1
 
 A step takes rows from every lane that has not ended, in proportion to the size of the lane in the unit. So
-all lanes end at about the same step. Neither lanes nor these proportions depend on trainers. So a step has the
+all lanes end at about the same step. Neither lanes nor their parts depend on trainers. So a step has the
 same rows for any number of trainers, and each trainer parses only its lanes.
 """
 
