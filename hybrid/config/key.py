@@ -222,7 +222,9 @@ def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
         if match is None:
             raise ValueError
         arguments = _parse_arguments(match[2] or "")
-        return match[1], tuple(f"{name} = {toml_value(value)}" for name, value in arguments.items())
+        lines = tuple(f"{name} = {toml_value(value)}" for name, value in arguments.items())
+        parse_toml("\n".join(lines))  # JSON of a table is not TOML
+        return match[1], lines
     except (TypeError, ValueError, RecursionError) as error:  # a TypeError for a date
         raise ConfigError(dotted, 'must be like "Name(argument = 0.9, other = [1, 2])"', text) from error
 

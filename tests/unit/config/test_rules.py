@@ -93,6 +93,7 @@ COMBINATIONS = [
     ("dense.optimizer=SGD(", "dense.optimizer"),
     ("dense.optimizer=Adam(eps = 2020-01-01)", "dense.optimizer"),
     ("dense.optimizer=Adam(eps = inf)", "dense.optimizer"),
+    ("dense.optimizer=Adam(eps = {a = 1})", "dense.optimizer"),
     ("dense_groups.g.parameters=* + dense_groups.g.optimizer_options=lr = 0",
      "dense_groups.g.optimizer_options"),
     (f"train.update=async + embedding.optimizer={ALL_ROWS}", "embedding.optimizer"),
