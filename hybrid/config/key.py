@@ -71,7 +71,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(toml_value(element) for element in value)}]"
     # Strings, numbers and booleans of JSON are valid TOML, except that TOML requires an escaped DEL.
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def option(default: Any, meaning: str, **more: Any) -> Any:
@@ -223,7 +223,7 @@ def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
             raise ValueError
         arguments = _parse_arguments(match[2] or "")
         lines = tuple(f"{name} = {toml_value(value)}" for name, value in arguments.items())
-        parse_toml("\n".join(lines))  # JSON of a table is not TOML
+        parse_toml("\n".join(lines))  # JSON of a table or of infinity is not TOML
         return match[1], lines
     except (TypeError, ValueError, RecursionError) as error:  # a TypeError for a date
         raise ConfigError(dotted, 'must be like "Name(argument = 0.9, other = [1, 2])"', text) from error
