@@ -27,7 +27,7 @@ class HybridError(Exception):
 
     @property
     def kind(self) -> type[Exception]:
-        """OutageError if that caused this error, directly or by other HybridErrors; else ``type(self)``."""
+        """The class of this error; OutageError if the outage of a store caused this error."""
         cause = self.__cause__
         is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
         return OutageError if is_outage else type(self)

@@ -172,7 +172,6 @@ class Manifest:
         """
 
         def check(name: str) -> None:
-            """Compare one file with its checksum, unless this process has verified the file."""
             path, version, sha256 = folder / name, None, self.files[name][1]
             try:
                 if isinstance(path, Path):

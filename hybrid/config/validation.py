@@ -182,8 +182,9 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError for an invalid delimiter, missing values or labels with blanks around them, or equal
-    labels of 1 and 0 after ``value_of``.
+    """Raise ConfigError if ``delimiter``, ``missing`` or the labels of [data] are invalid.
+
+    ``value_of`` converts labels, before labels of 1 and of 0 are compared.
     """
     is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
     if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:

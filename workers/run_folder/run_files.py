@@ -77,9 +77,9 @@ class RunFolder:
         unit: str = "",
         loggers: RunLoggers | None = None,
     ) -> RunFolder:
-        """Open the folder of a run that resumes after ``step``; drop what the run will write again.
+        """Open the folder of a run that resumes after ``step``. The folder may be missing.
 
-        These are the result, and records of later steps and of the last test. The folder may be missing.
+        The result, and the records of later steps and of the last test, are removed, to be written again.
 
         Args:
             is_evaluated: False if the evaluation at ``step`` is still due; then its old record is dropped.

@@ -40,7 +40,7 @@ class Split:
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return or estimate the time of the last row that this split does not select; 0 without rows."""
+        """Return the value of ``latest`` for the rows of ``blocks``; 0 without rows."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
         return cls(folder, first_row, split)
 
     def values(self) -> list[pa.Array]:
-        """Return the distinct texts of each column of data.sparse, some perhaps unused; none for numbers."""
+        """Return the texts into which each column of data.sparse has codes; [] for a column of numbers."""
         first = next(self._batches())
         columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
         flat = [each.flatten() if is_list(each) else each for each in columns]
@@ -124,7 +124,7 @@ class Piece(NamedTuple):
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
         """Yield the name of a split and its rows, block by block; a block may yield several splits.
 
-        ``values`` are arrays that replace :meth:`values`; if they are empty, ``RawBlock.sparse`` is empty.
+        ``values`` has an array for each column, to use instead of :meth:`values`; [] leaves out the columns.
         """
         for batch in self._batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))

@@ -36,7 +36,7 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Convert gradients of outputs to gradients of responses. No result is a slice of a larger tensor.
+        """Convert gradients of outputs to gradients of responses, none of which is a view of a larger tensor.
 
         Args:
             grads: with several outputs, None for an output that the loss does not use.
@@ -44,7 +44,7 @@ class OutputLayout(Protocol):
 
 
 class TableSources:
-    """The table source of each worker, and the pending messages that carry gradients but no lookup."""
+    """The tables of each worker, and messages to them that carry only gradients, until they have arrived."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.by_worker = sources
@@ -141,7 +141,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the vectors of all workers in order; ignore the zeros after them."""
+        """Return the outputs. ``tensors`` begin with the vectors of all workers; zeros may follow."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -157,7 +157,7 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Return the gradients of the tensors of :meth:`assemble`. Zeros get those of the int16 tensors."""
+        """Return the gradients of ``tensors`` in :meth:`assemble`; of int16 tensors, the zeros get them."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]

@@ -123,7 +123,7 @@ class TableShards(HostedModule, TableSource):
         return vectors_BD.to(self._dtype) if self._dtype is torch.float64 else vectors_BD.view(torch.int16)
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
-        """Return zeros in the shape of the marks of ``items``. All are one value in memory and messages."""
+        """Return zeros in the shape of the :data:`MARKS` of ``items``, all of them one value in memory."""
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
@@ -180,7 +180,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return gradients of bags with mark 1, and idle tables. Pooled bags of an item have equal marks."""
+        """Return the gradients of used bags, and idle tables. Pooled bags of an item have equal marks."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []
