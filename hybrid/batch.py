@@ -6,7 +6,7 @@ The name of a tensor ends in its shape, one letter per dimension:
 letter meaning
 ====== ==========================================================
 B      samples of one trainer's batch; in pooling code, bags
-F      dense (numeric) features; in a lookup route, its features
+F      dense (numeric) features; in lookup code, some features
 K      sparse (categorical) features
 L      ids of a batch, over all its sparse features
 D      width of an embedding vector
@@ -14,7 +14,7 @@ E      embedding vectors of all features, concatenated
 H      hidden units
 R      rows of a table, or of several tables in one tensor
 U      distinct rows
-V      U + 1: bounds of the ids of each distinct row
+V      U + 1: bounds of the runs of equal ids, once sorted
 S      shards
 I      items: rows of the item table
 G      groups of samples
@@ -112,7 +112,8 @@ class Batch(NamedTuple):
         total_groups: ``totals_T``, float64, sums over all trainers of the ranking weights
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
-        local_size: number of samples without padding, if ``BatchLoader`` has read the batch; else 0.
+        local_size: if ``BatchLoader`` has read the batch, the number of samples without those that it adds
+            to a small slice (:func:`padding_bounds`); else 0.
         event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
             ``align_batches`` replaces it by the largest over the slices of all trainers.
         checksum: 0, which means none: only custom loops compute checksums of batches.
@@ -205,7 +206,7 @@ def slice_bounds(
 def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int, int]:
     """Return start and stop of the samples that extend the slice ``start : stop`` to ``min_size`` samples.
 
-    They follow the slice, or precede it if too few of the ``size`` samples of the batch follow.
+    The added samples follow the slice, or precede it if too few of the batch's ``size`` samples follow.
     """
     missing = max(0, min(min_size, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)
@@ -213,7 +214,7 @@ def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int
 
 
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
-    """Return the bits of each number as float64; -0.0 is converted to 0.0."""
+    """Convert numbers to float64, and return their bits, which are equal for 0.0 and -0.0."""
     return (numbers.detach().cpu().double().numpy() + 0.0).view(np.uint64)
 
 

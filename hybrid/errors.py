@@ -98,9 +98,9 @@ def error_class(name: str) -> type[Exception]:
 
 
 def describe_exception(error: Exception) -> str:
-    """Return a text with class name and message of an exception, for the caller in another process.
+    """Return the class name (:func:`error_kind`) and message of an exception as text for another process.
 
-    RPC sends only text, and torch adds text around it. :func:`parse_exception` returns both parts.
+    RPC adds text around it; :func:`parse_exception` finds class name and message in the result.
     """
     return f"{_PREFIX}{error_kind(error)}: {error}"
 

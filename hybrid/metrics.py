@@ -63,7 +63,7 @@ class Predictions(NamedTuple):
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
     def tie_equal_samples(self) -> Predictions:
-        """Replace the outputs of samples with the same features by their mean.
+        """Replace the outputs of samples with the same features by their mean; :meth:`metrics` calls this.
 
         The last bits of an output depend on the position of the sample in its batch. If these bits broke
         ties, the AUC would depend on the batch size and the number of trainers.
@@ -75,7 +75,7 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Return metrics by ``metric_name``, after :meth:`tie_equal_samples`; ConfigError if a metric fails.
+        """Return metrics by name, or by ``task.metric`` for several tasks; ConfigError if a metric fails.
 
         Args:
             is_weighted: whether samples count by their weights; samples of weight 0 are always left out.
@@ -302,7 +302,7 @@ class Ranking:
         group_sizes_G: samples in each group.
         ranks_N: rank of each sample within its group, from 0.
         ties_N: index of the tie of each sample.
-        tie_sizes_R, tie_labels_R: samples in each tie, and the mean of their labels.
+        tie_sizes_R, tie_labels_R: samples in each of the R ties, and the mean of their labels.
     """
 
     def __init__(self, scores_N: Floats, labels_N: Floats, groups_N: Integers) -> None:
@@ -366,7 +366,7 @@ class Ranking:
 
 
 def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
-    """Return the mean of 1 / rank of a tie's first relevant sample over all orders of the tie; ranks from 1.
+    """Return the mean of 1 / r over all orders of a tie; r >= 1 is the rank of its first relevant sample.
 
     Args:
         rank: rank of the first sample of the tie, from 0.

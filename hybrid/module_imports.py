@@ -28,7 +28,7 @@ def fast_imports() -> Iterator[None]:
     """Pause garbage collection while this block imports large modules, such as torch.
 
     The collector takes a fifth of the time of importing torch, and finds nothing. ``gc.freeze`` then excludes
-    all objects from later collections. These would otherwise copy the memory that forked processes share.
+    all objects from later collections, which would copy the memory that forked processes share.
     """
     gc.disable()
     try:

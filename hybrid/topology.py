@@ -64,7 +64,11 @@ class Topology:
         return (MASTER, *self.trainers, *self.workers)
 
     def partners(self, role: Role) -> tuple[Role, ...]:
-        """Return the roles that ``role`` calls by RPC: the master and the other kind; for the master, all."""
+        """Return the roles that ``role`` calls by RPC.
+
+        The master calls all roles. Each trainer calls the master and all workers, each worker the master and
+        all trainers.
+        """
         if role.kind is RoleKind.MASTER:
             return self.roles
         return MASTER, *(self.workers if role.kind is RoleKind.TRAINER else self.trainers)

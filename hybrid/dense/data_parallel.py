@@ -287,7 +287,7 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Return copies of the first tensor for all devices, then of the next; the first may be an alias."""
+    """Return the first tensor on all devices, then the next. On the first device, memory may be shared."""
     return tuple(
         tensor.detach().to(device, copy=index > 0)
         for tensor in tensors

@@ -167,7 +167,7 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Load state by parameter index, without options. CheckpointError if a shape differs."""
+        """Load state by parameter index, and keep the options. CheckpointError if the state does not fit."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
             # State is a scalar, or has the elements, rows or columns of its parameter.

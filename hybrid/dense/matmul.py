@@ -63,7 +63,7 @@ def use_onednn(net: nn.Module) -> None:
     """Change the linear layers of a net to :class:`Linear`, in place; names and tensors of the net stay.
 
     Layers with one input or one output stay, since torch's products are faster there. Subclasses of
-    ``nn.Linear`` stay: they may have another ``forward``, or their owner may read only the weight.
+    ``nn.Linear`` stay, since they may compute something else.
     """
     for layer in net.modules():
         if type(layer) is nn.Linear and min(layer.in_features, layer.out_features) > 1:

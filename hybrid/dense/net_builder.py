@@ -32,7 +32,7 @@ from hybrid.user_code.user_modules import describe_error, load_function
 
 
 def extra_columns(net_name: str) -> int:
-    """Return how many first-order weights follow an embedding: 1 for deepfm and wide_deep, else 0."""
+    """Return how many first-order weights follow the vector in a table row: 1 for deepfm and wide_deep."""
     return int(net_name in ("deepfm", "wide_deep"))
 
 
@@ -41,11 +41,12 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
 
     With ``dense.remote_mlp``, the head takes the output of the remote net. A custom net is the result of
     ``function(config, input_spec, widths)`` in the user's module. Linear layers use oneDNN if it is faster.
+    Of the built-in nets, ``HISTORY_NETS`` require one sequence, the history, and ``two_towers`` accepts none.
+    Other built-in nets take each vector of a sequence as a separate feature.
 
     Args:
-        widths: input width of each sparse feature, with :func:`extra_columns`; of a sequence, all vectors and
-            the length. ``HISTORY_NETS`` take one sequence as history, and ``two_towers`` takes none. Other
-            built-in nets take each vector of a sequence as a separate feature.
+        widths: number of inputs from each sparse feature: a vector with :func:`extra_columns`, or all vectors
+            and the length of a sequence.
 
     Raises:
         ConfigError: the net needs other columns or widths, or the custom net fails.

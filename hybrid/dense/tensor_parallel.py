@@ -218,8 +218,8 @@ class _Leave(torch.autograd.Function):
 def _keep_thread_state() -> None:
     """Keep the Python thread state of the calling thread until it ends.
 
-    RPC and distributed autograd run Python in C++ threads, which lose their thread state, and thread-local
-    data with it, whenever they return to C++. DTensor keeps its sharding decisions there, which take
+    RPC and distributed autograd run Python in C++ threads. Whenever these return to C++, they lose their
+    thread state, and with it thread-local data such as the sharding decisions of DTensor, which take
     milliseconds to repeat. The thread pools have a fixed size, so only a few states are kept.
     """
     if not hasattr(_kept, "is_kept"):

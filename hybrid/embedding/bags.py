@@ -44,7 +44,7 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
 def has_marks(items: Sequence[Item]) -> bool:
-    """Return whether the last item is :data:`MARKS`, the request for marks of unused bags."""
+    """Return whether the last item is :data:`MARKS`, so that the gradients end with marks of unused bags."""
     return bool(items) and items[-1][0] == MARKS[0]
 
 
@@ -53,7 +53,7 @@ PackedItem: TypeAlias = tuple[int, str, bool, bool]
 
 
 def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
-    """Split items into plain values and tensors for a message, without ``winners_BD``."""
+    """Split the requests of a lookup into plain values and tensors for a message."""
     packed: list[PackedItem] = []
     tensors: list[Tensor] = []
     for group, (ids_L, offsets, weights_L, pooling, _) in items:
@@ -63,7 +63,7 @@ def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
 
 
 def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> list[Item]:
-    """Return the items that :func:`pack_items` has split."""
+    """Return the requests that :func:`pack_items` has split."""
     rest = iter(tensors)
     items = []
     for group, pooling, has_offsets, has_weights in packed:
@@ -82,7 +82,7 @@ def ids_dtype(num_rows: int) -> torch.dtype:
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
     """Return one vector per bag, (bags, D), and the bags. An empty bag gives zeros.
 
-    For max pooling, the returned bags have ``winners_BD``, since rows may change before the backward pass.
+    For max pooling, the returned bags record the row of each maximum, which the backward pass needs.
     """
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags
@@ -173,7 +173,7 @@ class RowGradients:
         """Return the scaled gradients of the rows ``rows_U[first:last]``, and the sum of the unscaled values.
 
         The sum is a test for values that are not finite. It is finite if all values are, unless it overflows.
-        Scale a block only once: after :meth:`sum_all`, the block is scaled in place.
+        After :meth:`sum_all`, ``scale`` changes the stored sums, so scale each block only once.
         """
         if self._all_UD is None:
             block_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])

@@ -162,7 +162,6 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
         own_values = Vocabulary(pa.concat_arrays(parts))
 
     def find(keys: Any) -> npt.NDArray[np.int64]:
-        """Return the row of each key in the shard; -1 for other keys."""
         if isinstance(keys, np.ndarray):
             return of_shard(keys) if own_values is None else _rows_of_keys(own_values.texts, keys, index)
         if isinstance(keys, pa.DictionaryArray):
@@ -181,7 +180,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Map keys of a growing table to rows of shard ``index``, or -1. ``texts`` has the shard's values."""
+    """Return the rows of shard ``index`` whose values, ``texts``, have the hashes ``keys_B``; -1 for none."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

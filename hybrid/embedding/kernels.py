@@ -59,7 +59,6 @@ def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Calla
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """Emit a loop with one prefetch instruction per cache line of the row."""
         matrix_type, row_type = signature.args
         size, byte, number = ir.IntType(64), ir.IntType(8), ir.IntType(32)
         values = context.make_array(matrix_type)(context, builder, arguments[0])
@@ -178,7 +177,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
     The sort is a stable radix sort, which is linear in the number of ids.
 
     Args:
-        num_rows: upper bound of the ids; every id is less. ``KEYS_END`` sorts ids as unsigned numbers.
+        num_rows: more than any id; ``KEYS_END`` for ids of any 64 bits, which are sorted as unsigned numbers.
     """
     size = len(ids_L)
     keys, other_keys = ids_L, np.empty_like(ids_L)
@@ -342,14 +341,12 @@ _ROUND = "void(uint16[:,::1], {1}[::1], {0}[:,::1], uint64[::1])"
 def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Words) -> None:
     """Compute ``table_RD[rows_U] = part_UD`` in bfloat16; round each value up or down at random.
 
-    The probability of a neighbor falls linearly with its distance, so the expected result is the value. A
-    random number of 16 bits is added to the bits of the value as float32. Then the lower 16 bits are cut off.
+    The probability of a neighbor falls linearly with its distance, so the expected result is the value.
     Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite, unless it is
     a float64 beyond the range of float32, which becomes infinity.
 
     Args:
-        seeds_U: for each row, the state of a SplitMix64 generator. Each of the generator's numbers rounds
-            four columns; the lowest 16 bits round the first of them.
+        seeds_U: for each row, the state of a SplitMix64 generator of random numbers.
     """
     dim = part_UD.shape[1]
     words = np.empty((dim + 3) // 4, np.uint64)

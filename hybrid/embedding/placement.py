@@ -168,12 +168,12 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
 
 
 def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
-    """Return, for each kind of pooling, the mean number of ids per bag of each feature that a table pools.
+    """Return the mean numbers of ids in the bags of a table's pooled features, by kind of pooling.
 
-    A trainer that pools requests the rows of each kind of pooling separately.
+    A trainer that pools requests the rows of each kind separately.
 
     Args:
-        ids_per_sample: mean number of ids of each multi-hot feature. Other features have one id, unpooled.
+        ids_per_sample: mean number of ids of each multi-hot feature. Features without a mean are not pooled.
     """
     means: dict[Pooling, list[float]] = defaultdict(list)
     for name in table.features:

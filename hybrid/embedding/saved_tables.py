@@ -103,7 +103,7 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the stored row of each row of a column with the bucket bounds ``wanted``; row 0 stays row 0."""
+    """Return the stored row for each row of a column with the bucket bounds ``wanted``; for row 0, row 0."""
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 

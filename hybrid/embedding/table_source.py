@@ -28,8 +28,7 @@ class TableSource(Protocol):
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
         Rows in bfloat16 are sent as int16, unless ``embedding.wire_dtype`` rounds vectors for training, or
         the run is in float64. Autograd computes no gradients of integers. So for ``Purpose.TRAIN``, the
-        result ends with a tensor of zeros for each int16 tensor, of its shape. The gradient of these zeros is
-        the gradient of the rows.
+        result ends with a tensor of zeros for each int16 tensor, which receives the gradient of the rows.
         """
 
     def send_gradients(

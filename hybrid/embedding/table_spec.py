@@ -140,7 +140,7 @@ class TableSpec:
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:
-        """Return a copy with the ``pooling`` and ``sequence`` of one feature."""
+        """Return the table with the ``pooling`` and ``sequence`` of one of its features."""
         if not (self.poolings or self.sequences):
             return self
         index = self.features.index(feature)
@@ -162,7 +162,7 @@ class TableSpec:
 
     @property
     def width(self) -> int:
-        """Number of values per sample, with the length of a sequence; only from :meth:`for_feature`."""
+        """Number of values per sample, with a sequence's length; for tables from :meth:`for_feature`."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 

@@ -99,8 +99,8 @@ def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> Stage
 def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> DensePlacement:
     """Split layers over the trainers of each tensor group.
 
-    A group also computes stages together whose parameters are not split. DDP reduces over one trainer of each
-    group, so every gradient must cover the samples of the whole group.
+    A group computes all stages with parameters together, even if none is split. DDP reduces over one trainer
+    of each group, so every gradient must cover the samples of the whole group.
     """
     if device.type != "cpu" and dist.get_backend() == "gloo":
         rule = "needs a GPU for each trainer, because gloo cannot gather tensors of GPUs"

@@ -76,10 +76,10 @@ class InitialModel:
         return FeatureEncoder.load(parse_path(self._encoder_folder), with_values=False)
 
     def describe_matches(self, matches: Mapping[str, int]) -> list[str]:
-        """Return a line per source: for each table, how many of its values have a row there.
+        """Return a line per source with, for each table, the number of values that have a row in the source.
 
         Args:
-            matches: the number of these values, by table; tables with ``positions(FILE)`` are ignored.
+            matches: these numbers by table; tables with ``positions(FILE)`` are ignored.
 
         Raises:
             ConfigError: a table has values, and none of them has a row in the table's source.
@@ -191,7 +191,7 @@ class InitialModel:
         return self._config.tables.get(table.name, TableSection())
 
     def _encoding(self, key: str, table: TableSpec) -> SparseEncoding:
-        """Return the encoding of the columns of a table; ConfigError if they find rows in different ways."""
+        """Return the encoding of a table's first column; ConfigError if others map values differently."""
         first, *others = (each for each in self._encoder.sparse if each.name in table.features)
         if {*map(_describe, others)} - {_describe(first)}:
             rule = f"is not possible: the columns of table {table.name} do not have rows by the same values"
@@ -223,7 +223,7 @@ def _remedy(table: TableSpec) -> str:
 
 
 def _describe(encoding: SparseEncoding) -> str:
-    """Return a text about an encoding; it is equal for columns whose values can have the same rows."""
+    """Return text about how a column maps values to rows. Only equal texts allow columns to share rows."""
     kinds = {
         "build": "values",
         "hash": f"hashes into {encoding.num_rows:,} rows",

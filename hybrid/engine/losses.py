@@ -7,7 +7,7 @@
 Sums are over the global batch. The loss of a trainer is its local sum divided by the sum of all weights, so
 that the losses of the trainers add up. A task whose weights are all 0 contributes 0.
 
-With a ranking loss (:mod:`hybrid.engine.ranking_losses`), a task mixes the mean above with this loss.
+The loss of a task with a ranking loss (:mod:`hybrid.engine.ranking_losses`) is a weighted mean of both.
 """
 
 from collections.abc import Callable, Mapping

@@ -92,9 +92,9 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> Future[Result]:
         """Return a future of ``work``, which runs once the updates that the ticket requires are applied.
 
-        If they are applied already, this call runs ``work``. A prefetch replaces a waiting prefetch of the
-        same trainer, step and index, whose batch was abandoned. The replaced future fails with ClusterError.
-        If the barrier has failed, the future fails with the barrier's error.
+        If they are applied already, this call runs ``work``. If a prefetch with the same ``ticket.key`` still
+        waits, its batch was replaced, and its future fails with ClusterError. If the barrier has failed, the
+        future fails with the barrier's error.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -152,7 +152,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._run_update(*update)
 
     def squared_norm(self, step: int) -> Future[float]:
-        """Return a future of the squared norm of a step's merged gradients. Requires an update guard."""
+        """Return a future of the squared norm of a step's merged gradients; only for rules with a guard."""
         future: Future[Any] = Future()
         with self._changed:
             self._norm_step = max(self._norm_step, step)
@@ -187,7 +187,7 @@ class UpdateBarrier(Generic[Contribution]):
         """Wait until all contributions so far are applied or dropped.
 
         Raises:
-            ClusterError: the gradients of a trainer are missing after the timeout, or the barrier was closed.
+            ClusterError: gradients are missing after ``cluster.timeout_seconds``, or the barrier was closed.
             Exception: the error with which the barrier has failed.
         """
         with self._changed:
@@ -229,7 +229,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
-        """Apply an update, then run its waiting lookups. This thread runs the first and all small ones."""
+        """Apply an update, then run the lookups that waited for it; other threads may run large ones."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)

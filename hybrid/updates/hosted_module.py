@@ -42,7 +42,7 @@ class HostedModule(nn.Module):
         self.clock.record(steps)
 
     def take_spans(self) -> list[Span]:
-        """Return the spans that ended since the last call; wait for running updates first."""
+        """Wait for running updates, then return the timed events that ended since the last call."""
         self.barrier.drain()
         return self.clock.take_spans()
 
@@ -51,7 +51,7 @@ class HostedModule(nn.Module):
 
         Args:
             is_copied: whether to copy the tensors, so that training can continue before they are written.
-            is_delta: whether to keep only copies of changed rows, or of a dense net without optimizer state.
+            is_delta: whether to keep a delta: copies of changed rows, or of a net without optimizer state.
         """
         self.barrier.drain()
         self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written

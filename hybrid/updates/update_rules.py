@@ -24,7 +24,7 @@ class Schedule:
     """The factor of the learning rates by step; 1 by default.
 
     During a warm-up, the factor rises linearly from ``initial_factor`` to 1. Let t be the number of steps
-    after the warm-up, T the value of t at the end, and f the ``final_factor``. The factor then is
+    after the warm-up, T the value of t at ``end``, and f the ``final_factor``. The factor then is
 
     ========== ================================================= ==================================
     kind       factor                                            in torch.optim.lr_scheduler

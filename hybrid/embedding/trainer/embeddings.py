@@ -188,9 +188,9 @@ def make_routes(
 ) -> list[Route]:
     """Return the routes of a batch.
 
-    Row features of one width share a route, except that each growing table has a separate route. The same
-    holds for bag features with equal pooling, of which all or none have weights. If workers pool, the tables
-    of a route must also be in the same groups.
+    Row features of one width share a route. Bag features of one width and one pooling share a route if all or
+    none of them have weights; if workers pool, their tables must also be in the same groups. Features of a
+    growing table share routes only with each other.
 
     Args:
         row_features: indices of the features that are not pooled: one id per sample, and sequences.

@@ -107,10 +107,7 @@ class Lookup:
             response.wait()
 
     def wait(self) -> Tensor:
-        """Wait for the responses, and return the vectors of the samples, ``pooled_BE``.
-
-        With ``ranks_BF``, a GPU copies the vectors from the rows of the first output.
-        """
+        """Wait for the responses, and return the vectors of the samples, ``pooled_BE``."""
         output = self.outputs()[0]
         if self.ranks_BF is None:
             return output
@@ -141,7 +138,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs. ``tensors`` begin with the vectors of all workers; zeros may follow."""
+        """Return the outputs, given the vectors of all workers in order; ignore zeros for int16 tensors."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -157,7 +154,7 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Return the gradients of ``tensors`` in :meth:`assemble`; of int16 tensors, the zeros get them."""
+        """Return a gradient per tensor of :meth:`assemble`: None for int16, whose zeros get the gradient."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]

@@ -41,7 +41,7 @@ from hybrid.updates.ticket import Purpose
 
 
 class GrowingGroup(TableGroup):
-    """One shard of a growing table, which is a group of its own."""
+    """A group that consists of one shard of a growing table."""
 
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         (self._shard,) = group.shards
@@ -90,7 +90,7 @@ class GrowingGroup(TableGroup):
     def _read_keys(
         self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, is_exact: bool = False
     ) -> int:
-        """Read keys, records and tensors ``names`` (``is_exact``: no others); return the number of rows."""
+        """Read keys and their tensors ``names`` (``is_exact``: refuse others); return the number of rows."""
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
         start = self._keys.end
@@ -105,7 +105,10 @@ class GrowingGroup(TableGroup):
         return self._keys.end - start
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return each key's row, else its initial row; in evaluations zeros, if ``unknown`` is "zeros"."""
+        """Return the row of each key, or its initial row if it has none; and ``bags``.
+
+        In evaluations with ``Growth.unknown`` = "zeros", zeros replace initial rows.
+        """
         keys_U = bags.ids_L.numpy()
         vectors_UD = self._buffers.empty((len(keys_U), self.group.dim), self.weight_RD.dtype)
         with self._lock:

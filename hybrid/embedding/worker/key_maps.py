@@ -84,10 +84,7 @@ _COPY = "int64({0}[:,::1], int64[::1], {0}[:,::1])"
 
 @compiled(*map(_COPY.format, ("float32", "float64", "uint16")))
 def copy_rows(weight_RD: npt.NDArray[Any], rows_U: Ints, out_UD: npt.NDArray[Any]) -> int:
-    """Copy rows of a matrix to ``out_UD``; skip negative row numbers, and return how many were skipped.
-
-    Prefetching makes this faster than ``index_select``, for rows in random order.
-    """
+    """Copy rows of a matrix to ``out_UD``; skip negative row numbers, and return how many were skipped."""
     num_absent = 0
     for u in range(len(rows_U)):
         if u + _ROWS_AHEAD < len(rows_U):
@@ -175,9 +172,9 @@ def _rank_keys(
 ) -> int:
     """Write the removable keys of a bucket with their ranks; return the number of keys.
 
-    The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key with a row but without a
-    lookup for more than ``evict_after`` steps. For other keys with rows, the rank is the record with the
-    count at ``step``. Keys that are read at ``step``, and other pending keys, are left out.
+    The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key with a row that no step has
+    read for more than ``evict_after`` steps. Other keys with rows rank by their count at ``step``, then by
+    the last step that read them. Keys that are read at ``step``, and other pending keys, are left out.
     """
     number = 0
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -354,8 +351,7 @@ class KeyMap:
         """Give some buckets more slots, before their next keys need them.
 
         All buckets fill at the same rate. If each update adds as many keys as the last one, all buckets grow
-        before the first bucket is too full. They grow in the order of their addresses, since neighbors share
-        a huge page, whose first write takes milliseconds.
+        before the first bucket is too full.
         """
         own = np.asarray(self._buckets)
         log = int(self._logs_N[own].min())
@@ -369,7 +365,6 @@ class KeyMap:
             raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
 
     def _reserve(self, sizes_N: Ints, load: float) -> None:
-        """Double the slots of buckets until none exceeds the load factor ``load`` with ``sizes_N`` keys."""
         while len(full := np.flatnonzero(sizes_N > load * (1 << self._logs_N))):
             self._double(full)
 

@@ -198,9 +198,8 @@ class Adam(RowOptimizer):
     def corrections(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 - beta1^n and sqrt(1 - beta2^n), float64 of shape (U, 1), for step counts n >= 1.
 
-        The values are bit-identical to torch.optim, which uses Python floats. In float32, 1 - 0.999^n loses
-        half its digits if n is small. Powers of tensors differ from powers of Python floats in the last bit.
-        So Python computes the values, and a table, which grows with the largest n, stores them.
+        The values are bit-identical to torch.optim, which uses Python floats: powers of tensors differ in the
+        last bit. So Python computes the values; an array, which grows with the largest n, stores them.
         """
         index_U = steps_U.long().clamp_(max=self._last_distinct)
         largest = int(index_U.max())

@@ -46,9 +46,8 @@ _MIN_REUSED_BYTES = 8 << 20  # for smaller tensors, the allocator reuses memory 
 class ReusedBuffers:
     """Memory for large tensors, reused after the tensors are deleted.
 
-    The first write to new memory costs more than a copy: the system clears each page, and the host of a
-    virtual machine may have to allocate one. The system may reclaim an unused buffer (``MADV_FREE``), and
-    counts the buffer as available memory. Any thread may call the methods.
+    The first write to new memory costs more than a copy, since the system clears each page. The system may
+    reclaim an unused buffer (``MADV_FREE``), and counts it as available memory. This class is thread-safe.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,8 @@ class TableGroup:
 
     Args:
         dtype: type of gradients and state; also of rows, unless they are in bfloat16.
-        num_rows: number of rows of the tensor, which ``zeros`` allocates.
+        num_rows: number of rows of the tensor; a growing table reserves more rows than it uses.
+        zeros: creates a tensor of zeros.
 
     Attributes:
         ids_end: upper bound of the ids; every id is less.
@@ -128,7 +128,7 @@ class TableGroup:
         return matches
 
     def shard_tensors(self, shard: Shard, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return views of a shard's rows ("weight") and state in the group, or in ``tensors``, its copy."""
+        """Return views of a shard's rows ("weight") and state in the group, or in its copy ``tensors``."""
         start = self.group.starts[self.group.shards.index(shard)]
         of_group = self._tensors if tensors is None else tensors
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
@@ -180,7 +180,7 @@ class TableGroup:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return vectors and bags as :func:`pool_and_record`. Rows that are not pooled keep their type."""
+        """Return vectors and bags as :func:`pool_and_record` does. Only unpooled rows stay bfloat16."""
         is_pooled = bags.offsets is not None
         if is_pooled and not self.group.has_bfloat16_rows:
             return pool_and_record(self.weight_RD, bags)
@@ -237,7 +237,7 @@ class TableGroup:
         return next_of(next_of(salts_S + np.uint64(self._step))[shard_U] + keys_U.astype(np.uint64))
 
     def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
-        """Return, for each row of the group, the index of its shard, and its row in the table, or its key."""
+        """Return the index of each row's shard, and its row in the table; in a growing table, its key."""
         layout = [(start, each.count, each.index) for each, start in self.group.shard_starts]
         starts_S, counts_S, indices_S = np.array(layout).T
         shard_U = np.searchsorted(starts_S, rows_U, side="right") - 1

@@ -1,4 +1,7 @@
-"""The tables of a worker: lookups of trainers, gradients of steps, and checkpoints."""
+"""The tables of a worker: lookups of trainers, gradients of steps, and checkpoints.
+
+The gradients of a lookup may end with **marks**: 0 for bags and tables that the loss does not use, else 1.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +105,7 @@ class TableShards(HostedModule, TableSource):
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
-        """Return each item's vectors, and the items with ``winners_BD``; leave out :data:`MARKS`."""
+        """Return each item's vectors and :func:`pool_and_record` result; leave out a request for marks."""
         pooled = []
         recorded = []
         for group, bags in items[:-1] if has_marks(items) else items:
@@ -123,7 +126,7 @@ class TableShards(HostedModule, TableSource):
         return vectors_BD.to(self._dtype) if self._dtype is torch.float64 else vectors_BD.view(torch.int16)
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
-        """Return zeros in the shape of the :data:`MARKS` of ``items``, all of them one value in memory."""
+        """Return zeros in the shape of the marks: one for each bag of ``items``, then one for each table."""
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
@@ -158,7 +161,7 @@ class TableShards(HostedModule, TableSource):
         """Pass a trainer's gradients of one lookup to the update barrier.
 
         Args:
-            grads: the gradient of each item's vectors, and then of the marks, if the lookup has marks.
+            grads: the gradient of each item's vectors, then the marks, if the lookup has requested them.
             should_update_here: see :meth:`UpdateBarrier.contribute`.
 
         Raises:
@@ -180,7 +183,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return the gradients of used bags, and idle tables. Pooled bags of an item have equal marks."""
+        """Return the gradients of used bags, and names of idle tables. A pooled item has one mark."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []
