@@ -201,7 +201,7 @@ def probabilities(logits_N: Tensor) -> Tensor:
 
 
 def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> BinaryMetrics:
-    """Compute metrics in float64 of at least one sample. Labels are 0 or 1, and weights are above 0."""
+    """Compute the metrics of at least one sample, in float64. Labels are 0 or 1, and weights above 0."""
     logits_N, labels_N = logits_N.detach().double(), labels_N.detach().double()
     weights_N = torch.ones_like(logits_N) if weights_N is None else weights_N.double()
     probabilities_N = probabilities(logits_N)

@@ -287,7 +287,7 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Return the first tensor on all devices, then the next. On the first device, memory may be shared."""
+    """Return each tensor on all devices, tensor by tensor; on the first device, perhaps in its own memory."""
     return tuple(
         tensor.detach().to(device, copy=index > 0)
         for tensor in tensors

@@ -32,7 +32,7 @@ from hybrid.user_code.user_modules import describe_error, load_function
 
 
 def extra_columns(net_name: str) -> int:
-    """Return how many first-order weights follow the vector in a table row: 1 for deepfm and wide_deep."""
+    """Return the number of first-order weights after each vector: 1 for deepfm and wide_deep, else 0."""
     return int(net_name in ("deepfm", "wide_deep"))
 
 

@@ -23,7 +23,7 @@ _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all trainers. All of them run the same graph in the same order."""
+    """The sum over all trainers, which must run the same graph in the same order."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class Embeddings:
 
 
 class DistinctRowsForGpu(NamedTuple):
-    """The layout of one output ``rows_UD``: distinct rows in pinned memory, which a GPU copies to samples."""
+    """An output layout for GPUs: the distinct rows in pinned memory, which the GPU copies to samples."""
 
     rows: DistinctRows
 
@@ -148,7 +148,7 @@ class DistinctRowsForGpu(NamedTuple):
 
 
 class ConcatenatedFeatures(NamedTuple):
-    """The layout of one output ``pooled_BE``, the concatenated vectors of all features."""
+    """An output layout with one matrix ``pooled_BE``, the concatenated vectors of all features."""
 
     # The assembler of each route, and the output columns of each feature; None for all features in order.
     routes: Sequence[tuple[Assembler, list[slice] | None]]
@@ -312,7 +312,7 @@ class ModuleTables:
 
 
 class _SeparateCalls(NamedTuple):
-    """The layout with one output per call of a table, and a scalar zero."""
+    """An output layout with one tensor per call of a table, and a scalar zero."""
 
     calls: list[tuple[TableSpec, int]]  # table and number of vectors of each call
     # For each width, the calls without pooling: indices of the calls, numbers of ids, and the rows.

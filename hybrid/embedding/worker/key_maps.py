@@ -388,7 +388,7 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return keys and records, (n, 2), of all rows and of all pending keys. A free row's record is -1."""
+        """Return pairs (key, record), by row, and those of pending keys. A free row's record is -1."""
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]

@@ -1,6 +1,6 @@
 """The tables of a worker: lookups of trainers, gradients of steps, and checkpoints.
 
-The gradients of a lookup may end with **marks**: 0 for bags and tables that the loss does not use, else 1.
+The gradients of a lookup may end with **marks**: 0 for each bag and table that the update must leave out.
 """
 
 import threading
@@ -105,7 +105,7 @@ class TableShards(HostedModule, TableSource):
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
-        """Return each item's vectors and :func:`pool_and_record` result; leave out a request for marks."""
+        """Return each item's vectors, and the items for the backward pass; leave out a request for marks."""
         pooled = []
         recorded = []
         for group, bags in items[:-1] if has_marks(items) else items:
