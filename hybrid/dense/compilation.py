@@ -22,7 +22,7 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
     Args:
         module: its inputs, and its only output, are tensors with one row per sample.
         how: one of :data:`hybrid.config.sections.COMPILERS`.
-        example: inputs of two samples or more, which require gradients where inputs in training do. The
+        example: inputs of two samples or more. The same inputs must require gradients as in training. The
             result accepts any number of samples.
 
     Raises:

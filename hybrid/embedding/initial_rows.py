@@ -99,7 +99,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
 def assign_stored(
     table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write stored rows, and any initial state, into rows ``rows_N``; CheckpointError if they do not fit."""
+    """Write ``stored`` to rows ``rows_N`` of ``tensors``; CheckpointError if a shape or the state differs."""
     for name in tensors if table.has_initial_state else ["weight"]:
         if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"

@@ -54,7 +54,7 @@ class SavedTable:
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
-        """Yield all rows with optimizer state, ordered by row or key. The table must have ``encodings``.
+        """Yield all rows, with any optimizer state, by row or key. The table must have ``encodings``.
 
         Args:
             bounds: bucket bounds in the new model, used only for a column of numbers in buckets. Each new

@@ -234,7 +234,7 @@ class KeyMap:
     """The keys of a shard of a growing table, their rows, and their records. Not thread-safe.
 
     Args:
-        capacity: the largest number of rows.
+        capacity: the largest number of rows that fit into memory.
 
     Attributes:
         num_rows_N: number of keys with rows, by bucket.
@@ -281,7 +281,7 @@ class KeyMap:
     def count(self, keys_U: Ints, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Count each key of an update once; give rows to keys with a count of at least ``admit_after``.
 
-        If a bucket has too few free rows, keys with higher counts get them first; ties go to lower keys.
+        If a bucket nears its limit, ``max_rows`` / 1,024, keys with higher counts, then lower keys, get rows.
 
         Args:
             keys_U: distinct keys, ascending as unsigned numbers.
