@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.engine.uneven_batches import gather_with_gradients
 from hybrid.errors import DataError
+from hybrid.primitives.row_collectives import gather_with_gradients
 from hybrid.updates.ticket import DIFFERENT_BATCHES
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,13 +40,11 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_map
 
 from hybrid.errors import ConfigError
+from hybrid.primitives.row_collectives import ExchangeRows, gather_rows
 from hybrid.security.closed_listeners import close_listeners_after
 
 # How a tensor is split over a mesh.
 Layout: TypeAlias = DTensorSpec
-
-# From the rows of one rank to those of all ranks, or back.
-_Exchange: TypeAlias = Callable[[Tensor], Tensor]
 
 _kept = threading.local()
 
@@ -339,40 +337,7 @@ def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int
     return rows, [any(of_input) for of_input in flags]
 
 
-def gather_rows(local_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in rank order; ``rows`` has the number of rows of each rank."""
-    longest = max(rows)
-    padded_bX = local_bX.contiguous()  # as NCCL requires
-    if len(local_bX) < longest:  # collectives need tensors of one size
-        padded_bX = local_bX.new_zeros(longest, *local_bX.shape[1:])
-        padded_bX[: len(local_bX)] = local_bX
-    all_BX = local_bX.new_empty(len(rows) * longest, *local_bX.shape[1:])
-    dist.all_gather_single(all_BX, padded_bX, group=group)
-    if min(rows) == longest:
-        return all_BX
-    return torch.cat([rank_bX[:size] for rank_bX, size in zip(all_BX.split(longest), rows, strict=True)])
-
-
 def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Return a copy of the local rows, since RPC would send the whole storage of a view."""
     start = sum(rows[: group.rank()])
     return all_BX[start : start + rows[group.rank()]].clone()
-
-
-class ExchangeRows(torch.autograd.Function):
-    """Exchanges rows by ``exchange`` in the forward pass, gradients by ``inverse`` in the backward pass.
-
-    If ``anchor`` requires a gradient, autograd records the result even if ``rows_BX`` requires none.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, rows_BX: Tensor, anchor: Tensor | None, exchange: _Exchange, inverse: _Exchange
-    ) -> Tensor:
-        ctx.inverse = inverse  # type: ignore[attr-defined]
-        return exchange(rows_BX)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return ctx.inverse(grad_BX) if ctx.needs_input_grad[0] else None, None, None, None

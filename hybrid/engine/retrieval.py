@@ -14,10 +14,10 @@ from torch import Tensor
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig, TaskSection
 from hybrid.engine.losses import weighted_summand
-from hybrid.engine.uneven_batches import gather_with_gradients
 from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.models.two_towers import in_batch_softmax, log_frequency
+from hybrid.primitives.row_collectives import gather_with_gradients
 
 _CHUNK_ITEMS = 4096
 _SCORES_AT_ONCE = 1 << 24

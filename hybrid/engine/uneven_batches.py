@@ -1,14 +1,12 @@
-"""Steps with batches that differ between trainers in number and size, and collectives for their tensors."""
+"""Steps with batches that differ between trainers in number and size."""
 
 import math
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybrid.batch import Batch, by_task
-from hybrid.dense.tensor_parallel import ExchangeRows, gather_rows
 
 
 def align_batches(
@@ -53,38 +51,3 @@ def align_batches(
         yield local._replace(global_size=global_size, total_weights=weights_T, event_time=event_time)
         if event_time >= until:
             return
-
-
-def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all trainers in rank order; all trainers must call this together.
-
-    Args:
-        values: the local tensor, (n, ...), on the CPU; n may differ between trainers, and may be 0.
-    """
-    sizes = torch.empty(group.size(), dtype=torch.int64)
-    dist.all_gather_single(sizes, torch.tensor([len(values)]), group=group)
-    return list(gather_rows(values, sizes.tolist(), group).split(sizes.tolist()))
-
-
-def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the concatenated tensors of all trainers, in rank order, on the device of ``values``.
-
-    All trainers must call this together. The backward pass sums the gradients of all trainers' results, so
-    every trainer must use the result in its loss.
-    """
-    if group.size() == 1:
-        return values
-    slices = gather_slices(values.detach().cpu(), group)
-    sizes = [len(each) for each in slices]
-    all_values = torch.cat(slices).to(values.device)
-
-    def sum_gradients(grad: Tensor) -> Tensor:
-        # All trainers run the same graph in the same order, so this all-reduce has the same position among
-        # those of DDP on every trainer.
-        total = grad.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        of_trainers: tuple[Tensor, ...] = total.to(grad.device).split(sizes)
-        return of_trainers[group.rank()]
-
-    gathered: Tensor = ExchangeRows.apply(values, None, lambda _: all_values, sum_gradients)  # type: ignore[no-untyped-call]
-    return gathered
