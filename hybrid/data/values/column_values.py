@@ -19,6 +19,7 @@ So hours and weekdays of times are in the zone of the file, not in UTC. The reso
 """
 
 import re
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -226,14 +227,21 @@ def _seconds_of_texts(texts: pa.Array, missing: tuple[str, ...]) -> tuple[Number
     seconds_B, wrong_B = parse_numbers(pc.if_else(pa.array(is_time_B), None, texts), missing)
     times = texts.filter(pa.array(is_time_B))
     dates = pc.utf8_slice_codeunits(times, 0, 10).dictionary_encode()
-    # strptime takes the 30th of February for the 1st of March. The first year is 1.
-    days = pc.strptime(dates.dictionary, format="%Y-%m-%d", unit="s", error_is_null=True)
-    day_of_month = pc.utf8_slice_codeunits(dates.dictionary, 8, 10).cast(pa.int64())
-    is_day_D = pc.and_(pc.equal(pc.day(days), day_of_month), pc.greater(dates.dictionary, "0001"))
+    days = _parse_dates(dates.dictionary, "%Y-%m-%d")
+    is_day_D = pc.and_(days.is_valid(), pc.greater(dates.dictionary, "0001"))  # the first year is 1
     times = pc.if_else(is_day_D.take(dates.indices), times, None)
     local_times = pc.struct_field(pc.extract_regex(times, _LOCAL_TIME), [0])
     seconds_B[is_time_B] = _to_seconds(local_times.cast(pa.timestamp("us")))
     return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
+
+
+def _parse_dates(texts: pa.Array, date_format: str) -> pa.Array:
+    """Return local times, null if a text is no existing date of the format; a zone in the text is ignored."""
+    # strptime takes the 30th of February for a day of March. The last day and the last zone in a text count.
+    parse = partial(pc.strptime, unit="s", error_is_null=True)
+    dates = parse(pc.binary_join_element_wise(texts, "+0000", " "), format=f"{date_format} %z")
+    firsts = parse(pc.binary_join_element_wise(texts, "1 +0000", " "), format=f"{date_format} %d %z")
+    return pc.if_else(pc.equal(pc.month(dates), pc.month(firsts)), dates, None)
 
 
 def _to_seconds(times: pa.Array) -> Numbers:
@@ -255,12 +263,8 @@ def parse_date_parts(
         indices, distinct = _distinct(column)
         coded = parse_flat_values(pa.DictionaryArray.from_arrays(indices, distinct), missing).coded
         # The text of the file may have a midnight or a T that its canonical text lacks, or be a float.
-        dates_D = pc.coalesce(
-            *(
-                pc.strptime(texts, format=date_format, unit="s", error_is_null=True)
-                for texts in (trim_blanks(distinct.cast(pa.string())), coded.dictionary)
-            )
-        )
+        texts_D = trim_blanks(distinct.cast(pa.string()))
+        dates_D = pc.coalesce(_parse_dates(texts_D, date_format), _parse_dates(coded.dictionary, date_format))
         seconds_D = dates_D.cast(pa.int64()).cast(pa.float64()).to_numpy(zero_copy_only=False)
         seconds_B = take_or_default(seconds_D, coded.indices, np.nan)
         wrong_B = np.isnan(seconds_B) & np.asarray(coded.is_valid())

@@ -193,11 +193,13 @@ def test_dates_in_digits() -> None:
         (pa.array(["14102109", "?", "14102110"]), "%y%m%d%H"),
         (pa.array([2014102109, None, 2014102110]), "%Y%m%d%H"),
         (pa.array([14102109.0, None, 14102110.0]), "%y%m%d%H"),
+        (pa.array(["14102109-0500", None, "14102110+1100"]), "%y%m%d%H%z"),
     ):
         check_date_parts(column, [9, np.nan, 10], [1, np.nan, 1], form)
     check_date_parts(pa.array(["14102109.0", "?", "14102110.0"]), [9, np.nan, 10], [1, np.nan, 1], "%y%m%d%H")
     assert find_digit_dates(pa.array(["20170601"]), ()).tolist() == [True]
-    assert parse_date_parts(pa.array(["noon", "20170601"]), (), "hour", "%Y%m%d")[1].tolist() == [True, False]
+    texts = pa.array(["noon", "20230230", "20170601"])
+    assert parse_date_parts(texts, (), "hour", "%Y%m%d")[1].tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("form", ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S"])
@@ -221,9 +223,8 @@ def test_date_formats_read_the_text_of_the_file(form: str, tmp_path: Path) -> No
 def test_impossible_parquet_time_is_an_invalid_row(unit: str, tmp_path: Path) -> None:
     kind = pa.date32() if unit == "date32" else pa.timestamp(unit)
     impossible = {"s": 10**14, "ms": 2**62, "us": 2**62, "date32": 2**31 - 1}[unit]
-    seen = pa.array([0, impossible, -impossible, None], pa.int32() if unit == "date32" else pa.int64()).cast(
-        kind
-    )
+    integers = pa.int32() if unit == "date32" else pa.int64()
+    seen = pa.array([0, impossible, -impossible, None], integers).cast(kind)
     pq.write_table(pa.table({"label": [0, 1, 0, 1], "seen": seen}), tmp_path / "a.parquet")
     for columns, split in ((("hour",), {}), ((), {"split": "time(seen)"})):
         data = DataSection(format="parquet", sparse=("seen",), max_invalid_fraction=1.0, **split)  # type: ignore[arg-type]
@@ -285,6 +286,4 @@ def test_quantiles_of_many_numbers_keep_the_error_bound(monkeypatch: pytest.Monk
     allowed = len(numbers) / (4 * (kept / 2) ** 2) + 1 / kept
     # What one replacement moves up another mostly moves down: half a step to one side would come near it.
     assert np.abs(ranks - np.arange(1, 20) / 20).max() <= allowed / 4
-    few = Quantiles()
-    few.add(numbers[:kept])
-    assert few.bounds(4) == tuple(numbers[[1024, 2048, 3072]])
+    assert bounds_of(numbers[:kept], 4) == tuple(numbers[[1024, 2048, 3072]])
