@@ -127,7 +127,8 @@ def task_metrics(
         for metric in task.metrics:
             kind, _, k = metric.partition("@")
             gains_N = torch.ones_like(outputs_N) if kind == "recall" else 1 / (outputs_N + 2).log2()
-            metrics[metric] = gains_N.where(outputs_N < int(k), 0).double().mean().item()
+            mean = gains_N.where(outputs_N < int(k), 0).double().mean().item()
+            metrics[metric] = float("nan") if outputs_N.isnan().any() else mean
         return metrics
     predicted_N = compute_predictions(task, outputs_N)
     ranking = None
@@ -186,7 +187,7 @@ def _common_metrics(
         error_N = outputs_N - labels_N
         values = (_mean(error_N.square(), weights_N).sqrt(), _mean(error_N.abs(), weights_N))
     else:
-        is_right_N = (outputs_N.argmax(dim=1) == labels_N).double()
+        is_right_N = (outputs_N.argmax(dim=1) == labels_N).double().where(~outputs_N.isnan().any(1), torch.nan)
         losses_N = F.cross_entropy(outputs_N, labels_N.long(), reduction="none")
         values = (_mean(is_right_N, weights_N), _mean(losses_N, weights_N))
     numbers = [value.item() for value in values]

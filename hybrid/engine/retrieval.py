@@ -104,7 +104,8 @@ class ItemRanking:
     def ranks(self, outputs_BO: Tensor, batch: Batch, items_ID: Tensor) -> Tensor:
         """Return ``ranks_B``: for each sample, how many items have a higher score than its item.
 
-        Other items with an equal score count one half. For a missing or unknown item, the rank is infinite.
+        Other items with an equal score count one half. The rank is infinite for a missing or unknown item, and
+        NaN if the score of the sample's item is NaN.
         """
         users_BD = outputs_BO.chunk(2, dim=1)[0].cpu()
         ids_B = batch.sparse_features.ids(self.feature)
@@ -114,5 +115,6 @@ class ItemRanking:
             scores_BI = each_BD @ items_ID.mT
             own_B1 = scores_BI.gather(1, (ids - 1).clamp(min=0).unsqueeze(1))
             higher_B, equal_B = (scores_BI > own_B1).sum(1), (scores_BI == own_B1).sum(1)
-            ranks.append(torch.where(ids > 0, higher_B + (equal_B - 1) / 2, torch.inf).to(outputs_BO.dtype))
+            ranks_B = torch.where(own_B1.isnan().squeeze(1), torch.nan, higher_B + (equal_B - 1) / 2)
+            ranks.append(ranks_B.where(ids > 0, torch.inf).to(outputs_BO.dtype))
         return torch.cat(ranks)

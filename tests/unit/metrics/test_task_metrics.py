@@ -119,6 +119,9 @@ def test_nan_outputs_give_nan_metrics(logit: float) -> None:
     window.add(outputs, CLICKS)
     expected = {name: found[name] for name in ("auc", "log_loss", "calibration", "num_samples")}
     assert window.metrics() == pytest.approx(expected, rel=1e-4, nan_ok=True)
+    (logits := LOGITS.clone())[5, 0] = logit
+    found = task_metrics("stars", TaskSection(type="classes(4)"), logits, CLASSES, None)
+    assert math.isnan(found["accuracy"]) == math.isnan(logit)
 
 
 @pytest.mark.parametrize(
