@@ -187,7 +187,8 @@ def _common_metrics(
         error_N = outputs_N - labels_N
         values = (_mean(error_N.square(), weights_N).sqrt(), _mean(error_N.abs(), weights_N))
     else:
-        is_right_N = (outputs_N.argmax(dim=1) == labels_N).double().where(~outputs_N.isnan().any(1), torch.nan)
+        is_right_N = (outputs_N.argmax(dim=1) == labels_N).double()
+        is_right_N[outputs_N.isnan().any(dim=1)] = torch.nan
         losses_N = F.cross_entropy(outputs_N, labels_N.long(), reduction="none")
         values = (_mean(is_right_N, weights_N), _mean(losses_N, weights_N))
     numbers = [value.item() for value in values]

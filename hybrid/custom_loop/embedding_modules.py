@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
-from hybrid.embedding.bags import Bags
+from hybrid.embedding.bags import Bags, TableRequest
 from hybrid.embedding.stored_matrix import make_absolute, read_shape
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, Growth, OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import DataError
 from hybrid.primitives.key_hashes import next_of
 

@@ -30,7 +30,7 @@ from hybrid.custom_loop.embedding_modules import Column, Jagged, TableCall, Tabl
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.embedding.trainer.embeddings import TableRequest
+from hybrid.embedding.bags import TableRequest
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.grouping import find_split_group, group_ends, last_end

@@ -104,8 +104,8 @@ class ItemRanking:
     def ranks(self, outputs_BO: Tensor, batch: Batch, items_ID: Tensor) -> Tensor:
         """Return ``ranks_B``: for each sample, how many items have a higher score than its item.
 
-        Other items with an equal score count one half. The rank is infinite for a missing or unknown item, and
-        NaN if the score of the sample's item is NaN.
+        Other items with an equal score count one half. The rank is infinite for a missing or unknown item,
+        and NaN if the score of the sample's item is NaN.
         """
         users_BD = outputs_BO.chunk(2, dim=1)[0].cpu()
         ids_B = batch.sparse_features.ids(self.feature)

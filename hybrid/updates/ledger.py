@@ -108,13 +108,10 @@ class Ledger(Generic[Contribution]):
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until missing gradients of step ``version`` are an error.
+        """Return the seconds until missing gradients of step ``version`` are a ClusterError, or raise it.
 
         The timeout begins when the first trainer has sent all gradients of the step. Return None before that,
         and always in async mode.
-
-        Raises:
-            ClusterError: gradients are missing after the timeout.
         """
         if self._rules.mode is UpdateMode.ASYNC:
             return None

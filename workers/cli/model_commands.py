@@ -26,7 +26,6 @@ from hybrid.data.parse.input_files import list_files
 from hybrid.data.values.column_values import is_list
 from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
-from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.followed_run import follow_changes
 from hybrid.inference.items import SEARCHED, Items
 from hybrid.inference.raw_rows import Rows, SourceRows, held_out_rows
@@ -416,6 +415,8 @@ def _read_model(
         trained = TrainedRun.read(folder, _warn, trust_code, uses_data=uses_data)
         if module is None:
             return ConfiguredModule(trained, in_memory=in_memory)
+        from hybrid.inference.custom_module import CustomModule
+
         return CustomModule(trained, module, in_memory=in_memory)
 
 

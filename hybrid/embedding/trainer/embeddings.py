@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import MARKS, Bags
+from hybrid.embedding.bags import MARKS, TableRequest
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import AddressKey, Pooling, TableSpec, tables_of
@@ -226,10 +226,6 @@ def make_routes(
     return routes
 
 
-# A call of a table in a custom module: the name of the table, and the ids; ids and offsets are int64.
-TableRequest: TypeAlias = tuple[str, Bags]
-
-
 class ModuleTables:
     """The trainer's side of the tables of a custom module."""
 
@@ -263,10 +259,7 @@ class ModuleTables:
 
         Args:
             requests: the table and ids of each call.
-            ticket, carrier: see :meth:`Embeddings.lookup`.
-
-        Raises:
-            DataError: an id is not a row of its table, or offsets or weights do not match the ids.
+            ticket, carrier: see :meth:`Embeddings.lookup`, also for errors.
         """
         items: Items = {worker: [] for worker in self.sources.by_worker}
         with self.sources.clock.span("ids"):

@@ -38,9 +38,10 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, GroupedBags, Item, RowGradients, ids_dtype, pool_and_record
+from hybrid.embedding.bags import Bags, Item, ids_dtype, pool_and_record
 from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Location
+from hybrid.embedding.row_gradients import GroupedBags, RowGradients
 from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.primitives.key_hashes import KEY_BITS

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import OTHER_SHAPE, pack_keys, read_keys
-from hybrid.embedding.bags import Bags, RowGradients
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.initial_rows import assign_stored, initial_blocks, keys_of, random_rows, saved_table
 from hybrid.embedding.kernels import KEYS_END, Ints
 from hybrid.embedding.placement import ShardGroup, bytes_per_row
+from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.stored_matrix import SavedRows
 from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.nn.functional import softshrink
 
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import RowGradients
+from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.table_spec import STATE_TENSORS, OptimizerSpec
 from hybrid.primitives.bfloat16_arrays import as_array
 from hybrid.primitives.huge_pages import zeros_in_large_pages

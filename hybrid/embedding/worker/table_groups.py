@@ -20,18 +20,11 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import (
-    Bags,
-    GroupedBags,
-    RowGradients,
-    concatenate,
-    ids_dtype,
-    pool_and_record,
-    pool_vectors,
-)
+from hybrid.embedding.bags import Bags, concatenate, ids_dtype, pool_and_record, pool_vectors
 from hybrid.embedding.initial_rows import fill_random_rows, random_salt, read_initial_rows
 from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Shard, ShardGroup
+from hybrid.embedding.row_gradients import GroupedBags, RowGradients
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, StochasticRounding, Zeros
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages

@@ -69,7 +69,7 @@ def test_metrics_rank_the_chosen_item_among_all_items(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("scale", "recall", "mrr"), [("1e-30", 0, 1 / (1 + (NUM_ITEMS - 1) / 2)), ("3e38", np.nan, np.nan)]
 )
-def test_net_that_ranks_no_item_is_not_the_best(scale: str, recall: float, mrr: float, tmp_path: Path) -> None:
+def test_net_that_ranks_no_item_is_not_best(scale: str, recall: float, mrr: float, tmp_path: Path) -> None:
     """Equal scores have the metrics of a random order; scores that are not numbers have none."""
     config = choices_config(tmp_path, **{"tables.item": {"init": f"uniform({scale})"}})
     metrics = evaluate(write_trained(tmp_path / "run", config), [])["metrics"]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, GroupedBags, RowGradients
+from hybrid.embedding.bags import Bags
+from hybrid.embedding.row_gradients import GroupedBags, RowGradients
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Adam, RowOptimizer
 from hybrid.reference.reference_rows import initial_state, update_rows
