@@ -25,8 +25,7 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
         example: inputs of two samples or more. The same inputs must require gradients as in training. The
             result accepts any number of samples.
 
-    Raises:
-        ConfigError: ``how`` cannot compile ``module``, or the call with ``example`` fails.
+    Raise ConfigError if ``how`` cannot compile ``module``, or the call with ``example`` fails.
     """
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in example]
     for tensor in inputs:

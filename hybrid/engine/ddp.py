@@ -207,8 +207,7 @@ class DdpModel:
 
         All trainers must call this together. A new DDP copies the first trainer's parameters to the others.
 
-        Raises:
-            RuntimeError: other parameters are trained than in the previous micro-batch of the same step.
+        Raise RuntimeError if other parameters are trained than in an earlier micro-batch of the same step.
         """
         trained = {p for p in self.net.parameters() if p.requires_grad}
         if self._mode is DdpMode.OUTSIDE and trained != self._wrapped:

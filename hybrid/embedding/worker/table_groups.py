@@ -276,8 +276,7 @@ class TableUpdate:
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients.
 
-        Raises:
-            NonFiniteError: a gradient is not finite, and ``check_finite`` is set. No row has changed.
+        Raise NonFiniteError if one is not finite, and ``check_finite`` is set. No row has changed.
         """
         for group, gradients in self.gradients:
             total = float(gradients.sum_all().sum())
