@@ -149,8 +149,7 @@ class TableCall:
     has_end: bool = True
 
     def __post_init__(self) -> None:
-        tensors = self.ids, self.offsets, self.weights
-        self.key = (id(self.module), self.has_end, *map(_identify, tensors))
+        self.key = id(self.module), self.has_end, *map(_identify, (self.ids, self.offsets, self.weights))
 
 
 def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
@@ -214,9 +213,7 @@ class TableModule(nn.Module):
         if embedding_dim < 1 or (num_embeddings is not None and num_embeddings < 1):
             raise ValueError(f"a table needs rows and columns, not {num_embeddings} x {embedding_dim}")
         if not isinstance(optimizer, OptimizerSpec | None):
-            raise TypeError(
-                f"optimizer is an optimizer of tables, such as hybrid.Adam(lr=0.01), not {optimizer!r}"
-            )
+            raise TypeError(f"optimizer must be of tables, such as hybrid.Adam(lr=0.01), not {optimizer!r}")
         if init not in INITIALIZERS.names:
             raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
         if dtype not in (None, torch.bfloat16):
@@ -308,7 +305,11 @@ class TableModule(nn.Module):
         self.name, self._loop = name, loop
         # A graph break for torch.compile: a lookup waits for other processes.
         self.forward = torch.compiler.disable(self.forward)
-        self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(_refuse_copy)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        _refuse_copy(self)
+        return self.__dict__
 
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
         """Return one call per column in ``ids``, with the weights from the column in ``weights``.
@@ -492,12 +493,11 @@ class EmbeddingBag(TableModule):
         return TableCall(self, ids, offsets, weights, self.include_last_offset)
 
 
-def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None:
+def _refuse_copy(table: TableModule, *_: object) -> None:
     if table._loop is not None and not table._loop.is_saving:
         raise RuntimeError(
-            "state_dict() of a distributed module would lack the rows of its tables: the workers hold them. "
-            "Call cluster.save(folder, optimizer) for a checkpoint, or cluster.plain_module().state_dict() "
-            "for all parameters and rows"
+            "a copy or state_dict() of a distributed module would lack the rows, which workers hold: call "
+            "cluster.save(folder, optimizer), cluster.plain_module() or cluster.plain_module().state_dict()"
         )
 
 

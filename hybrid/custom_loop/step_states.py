@@ -91,7 +91,7 @@ END_BACKWARD = StepCall({_S.BACKWARD: _S.ACCUMULATED})
 END_LAST_BACKWARD = StepCall({_S.BACKWARD: _S.REDUCED})
 OPTIMIZER_STEP = StepCall(
     {_S.ACCUMULATED: _S.ACCUMULATED, _S.REDUCED: _S.COMPLETE, _S.COMPLETE: _S.COMPLETE},
-    "optimizer.step() comes after cluster.backward(...), once for each batch",
+    "optimizer.step() comes after cluster.backward(...), once for each batch, and takes no closure (LBFGS)",
 )
 END_BATCH = StepCall(
     {_S.ACCUMULATED: _S.ACCUMULATED, _S.COMPLETE: _S.IDLE},
