@@ -106,8 +106,7 @@ def map_arrays(
 
     Raises:
         CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
-        StorageError: a path is a symbolic link, or the store refuses a request.
-        OSError: the system refuses to open a local file.
+        StorageError: a path is a symbolic link, or the store, or the system, refuses a request.
     """
     with _opened(path, sha256, root) as local:
         text = read_header(local)

@@ -58,11 +58,10 @@ def find_entry(path: StoragePath) -> Entry | None:
     """Return the file or folder at a path, or at the target of a link; None if there is none."""
     if not isinstance(path, RemotePath):
         try:
-            status = path.stat()
+            with _path_errors(path):
+                status = path.stat()
         except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path has a null byte
             return None
-        except OSError as error:
-            raise _path_error(path, error) from error
         is_folder = stat.S_ISDIR(status.st_mode)
         size = 0 if is_folder else status.st_size if stat.S_ISREG(status.st_mode) else -1
         return Entry(path, size, status.st_mtime_ns, is_folder)
@@ -73,9 +72,16 @@ def find_entry(path: StoragePath) -> Entry | None:
     return entry
 
 
-def _path_error(path: Path, error: OSError) -> StorageError:
-    reason = error.strerror or str(error)
-    return StorageError(f"{path}: cannot be used: {reason}; correct the path, or its permissions", reason)
+@contextmanager
+def _path_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError in the context to a StorageError, unless the path is missing."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, StorageError):
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"{path}: cannot be used: {reason}; correct it or its rights", reason) from error
 
 
 def exists(path: StoragePath) -> bool:
@@ -103,10 +109,8 @@ def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
         return []
     else:
-        try:
+        with _path_errors(folder):
             paths = list(folder.rglob("*") if is_deep else folder.iterdir())
-        except OSError as error:
-            raise _path_error(folder, error) from error
         entries = [Entry(path, -1, 0, False) if path.is_symlink() else find_entry(path) for path in paths]
     existing = (each for each in entries if each is not None and not (is_deep and each.is_folder))
     return sorted(existing, key=lambda each: str(each.path))
@@ -169,7 +173,8 @@ def open_reader(
         root, follows_links: only for a local file; see :func:`hybrid.storage.private_files.open_file`.
     """
     if not isinstance(path, RemotePath):
-        descriptor = open_file(path, root=cast(Path | None, root), follows_links=follows_links)
+        with _path_errors(path):
+            descriptor = open_file(path, root=cast(Path | None, root), follows_links=follows_links)
         with os.fdopen(descriptor, "rb") as local_file:
             yield local_file
         return

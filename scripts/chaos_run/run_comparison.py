@@ -6,7 +6,7 @@ from typing import Any
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, MANIFEST_FILE, Manifest
 from hybrid.errors import HybridError
 from hybrid.loggers.record_file import METRICS_FILE, read_records
-from workers.run_folder.run_access import newest_step
+from workers.run_folder.run_access import RunState
 
 _TIMES = ("time", "samples_per_second", "phase_seconds")
 
@@ -25,7 +25,7 @@ def differences(uninterrupted: Path, killed: Path) -> list[str]:
 
 
 def _final_tensors(run: Path) -> dict[str, bytes]:
-    step = newest_step(run)
+    step = RunState.of(run).checkpoint_step
     if step is None:
         raise HybridError(f"{run}: has no checkpoint")
     folder = run / f"checkpoints/step-{step:08d}"

@@ -11,7 +11,7 @@ from support.forked_commands import ForkedCommand
 from support.hosts import HOME, Host
 
 from hybrid.security.secret import VARIABLE
-from workers.run_folder.run_access import newest_step
+from workers.run_folder.run_access import RunState
 
 MASTER = "master"
 _SECRET = "7c0f1e5a3b9d48260f6b2e81d4a7935c"
@@ -89,10 +89,10 @@ class Progress:
 
         def is_there() -> bool:
             starts = sum(command.stdout.count(_RESUMING) for command in self._commands)
-            return starts >= self._starts and (newest_step(self._run) or 0) > self._step
+            return starts >= self._starts and RunState.of(self._run).resumed_step > self._step
 
         assert eventually(is_there, _SECONDS), [command.stdout + command.stderr for command in self._commands]
-        self._step, self._starts = newest_step(self._run) or 0, self._starts + 1
+        self._step, self._starts = RunState.of(self._run).resumed_step, self._starts + 1
 
 
 def process_on(hosts: Sequence[Host], condition: Callable[[psutil.Process], bool]) -> psutil.Process:

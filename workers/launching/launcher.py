@@ -206,9 +206,8 @@ class Restarts:
         lost = f"steps {start} to {step - 1} are lost, " if step > start else "nothing is lost, "
         if script_folder(self._folder) is not None:  # only trainers know the step of a script
             lost = ""
-        next_start = "starting from the beginning"
-        if now.checkpoint_step is not None:
-            next_start = f"resuming from step {start}"
+        is_first = now.checkpoint_step is None
+        next_start = "starting from the beginning" if is_first else f"resuming from step {start}"
         record = {
             "time": round(time.time(), 3),
             "cause": failure.cause.value,

@@ -245,9 +245,9 @@ class RunState:
     def of(cls, folder: Path) -> RunState:
         """Return the state of the run in a local folder, which may be empty or missing."""
         log = folder / METRICS_FILE
-        records = read_records(log)
-        logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
-        step = newest_step(script_folder(folder) or checkpoint_root(folder))
+        logged = next((each["step"] for each in reversed(read_records(log)) if each["kind"] == "train"), 0)
+        saved = checkpoint_folders.list_checkpoints(script_folder(folder) or checkpoint_root(folder))
+        step = checkpoint_folders.parse_step(saved[0]) if saved else None
         return cls(logged, step, files.find_entry(log), files.find_entry(folder / RESULT_FILE))
 
     @property
@@ -266,7 +266,10 @@ def describe_saved_state(folder: Path, command: str) -> str:
     Args:
         command: the command that was stopped: "launch", "master", "run" or SWEEP.
     """
-    state = RunState.of(folder)
+    try:
+        state = RunState.of(folder)
+    except StorageError as error:  # must not hide why the run ends
+        return str(error)
     lost = state.logged_step - state.resumed_step
     parts = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
     resume = f"to resume: {command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
@@ -277,11 +280,6 @@ def describe_saved_state(folder: Path, command: str) -> str:
     if state.checkpoint_step is None:
         return "; ".join(["nothing is saved", *parts, *([resume] if command == SWEEP else [])])
     return "; ".join([f"step {state.checkpoint_step} is saved", *parts, resume])
-
-
-def newest_step(folder: StoragePath) -> int | None:
-    """Return the step of the newest checkpoint in the folder of a run; None if there is no checkpoint."""
-    return next(map(checkpoint_folders.parse_step, checkpoint_folders.list_checkpoints(folder)), None)
 
 
 def read_restarts(folder: Path) -> list[dict[str, Any]]:
@@ -322,8 +320,7 @@ def check_same_model(run: StoragePath, config: RunConfig) -> None:
 
 def newest_run(config: RunConfig) -> StoragePath | None:
     """Return ``run.folder``, or without it the newest run called ``run.name``; None if there is no run."""
-    folder = config.run.folder
-    if folder:
+    if folder := config.run.folder:
         return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
     # run_path makes these names.
     pattern = re.compile(rf"{re.escape(config.run.name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?")

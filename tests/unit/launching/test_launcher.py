@@ -99,13 +99,14 @@ def test_a_resumed_run_has_finished_with_a_new_result(tmp_path: Path) -> None:
 
 
 def test_failure_is_reported_if_the_store_is_down(
-    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+    restarts: Restarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "find_entry", Mock(side_effect=OutageError("s3://runs: is down")))
     for decide in (restarts.is_finished, restarts.plan_restart, restarts.code_of):
         with pytest.raises(ReportedError, match=r"^worker 0 was killed; s3://runs: is down$") as ended:
             decide(KILLED)
         assert ended.value.code is ExitCode.AGAIN
+    assert describe_saved_state(tmp_path, "launch") == "s3://runs: is down"
 
 
 def test_a_record_that_cannot_be_written_does_not_stop_the_run(restarts: Restarts, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_file_is_read_as_it_was_written(
 @pytest.mark.parametrize("name", ["loop", "loop/a", "a" * 300])
 def test_a_path_that_cannot_be_used_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    for use in (files.exists, files.list_entries, files.require_file):
+    for use in (files.exists, files.list_entries, files.require_file, files.read_bytes):
         with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*$"):
             use(tmp_path / name)
 
