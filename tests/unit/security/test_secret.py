@@ -4,6 +4,9 @@ import base64
 import pickle
 import random
 import string
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,20 @@ def test_a_number_that_too_many_overtake_is_rejected() -> None:
     assert all(window.accept(number) for number in range(1, SIZE + 2))
     assert not any(window.accept(number) for number in range(SIZE + 2))
     assert window.accept(SIZE + 2)
+
+
+def test_threads_accept_a_number_once() -> None:
+    meeting = threading.Barrier(2)
+
+    class Number(int):
+        def __hash__(self) -> int:
+            with suppress(threading.BrokenBarrierError):
+                meeting.wait(0.2)  # until both threads search for the number
+            return super().__hash__()
+
+    with ThreadPoolExecutor(2) as threads:
+        accepted = threads.map(ReplayWindow(SIZE).accept, [Number(3)] * 2)
+    assert sorted(accepted) == [False, True]
 
 
 @pytest.mark.parametrize("seed", range(5))
