@@ -72,7 +72,7 @@ class AppendOnlyFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, except damaged lines; none if it is missing. StorageError over 1 GiB."""
+    """Return the intact records of a file; [] if there is no file. StorageError if it exceeds 1 GiB."""
     lines = files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
     return parse_records(lines)
 

@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RunLoggers:
-    """The loggers that a configuration names; call ``start``, any number of times ``log``, and ``finish``.
+    """The loggers that a configuration names. Call ``start``, then ``log`` for each record, then ``finish``.
 
     Args:
         warn: receives warnings, in the thread that calls the methods of this object.

@@ -16,7 +16,7 @@ from hybrid.storage import files
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run that starts or resumes."""
+    """The run that a logger records, at its start or resume."""
 
     name: str
     folder: Path  # the run folder, where a logger may store the id of the run in its tool

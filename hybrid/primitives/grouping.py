@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Return the ends of all runs of equal groups, (G,). An end is the index after the last sample."""
+    """Return the end of each series of samples of one group, (G,): the index after its last sample."""
     if not len(groups_B):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(groups_B[1:] != groups_B[:-1]) + 1, len(groups_B))

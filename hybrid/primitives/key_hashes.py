@@ -1,4 +1,4 @@
-"""Hashes of 64-bit numbers. Growing tables use such hashes as keys, and divide the keys into buckets."""
+"""Hashes of 64-bit numbers: keys in tables that grow with new ids. A bucket is a range of keys."""
 
 import numpy as np
 import numpy.typing as npt

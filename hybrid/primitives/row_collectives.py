@@ -54,7 +54,7 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ExchangeRows(torch.autograd.Function):
     """Exchanges rows by ``exchange`` in the forward pass, gradients by ``inverse`` in the backward pass.
 
-    If ``anchor`` requires a gradient, autograd records the result even if ``rows_BX`` requires none.
+    The result requires a gradient if ``rows_BX`` or ``anchor`` requires one.
     """
 
     @staticmethod

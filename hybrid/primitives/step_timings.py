@@ -100,7 +100,7 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of a ``with`` block to the time of phase ``name``; record a span as :meth:`span`."""
+        """Add the time of a ``with`` block to phase ``name``; in a recorded step, record a span, too."""
         start = time.perf_counter()
         try:
             with self.span(name):
@@ -118,7 +118,7 @@ class StepClock:
         return self._open(name, of_step) if of_step in self._recorded else _NOTHING
 
     def begin(self, name: str, step: int | None = None, *, num_bytes: int = 0) -> OpenSpan | None:
-        """Begin a span that any thread may close, as :meth:`span`; None if the step is not recorded."""
+        """Begin a span that any thread may end; None if ``step``, else the current step, is not recorded."""
         of_step = self._step if step is None else step
         if of_step not in self._recorded:
             return None

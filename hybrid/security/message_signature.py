@@ -6,9 +6,8 @@ sent as::
     header           sender (16 bytes), kind (1), number (12)
     sealed pickle    the encrypted pickle, and a tag of 16 bytes
 
-AES-256-GCM (NIST SP 800-38D) encrypts the pickle, and authenticates the number of tensors and their bytes as
-additional data, in place. Their dtypes and shapes are in the pickle. The bytes of tensors on a GPU are not
-signed.
+AES-256-GCM (NIST SP 800-38D) encrypts the pickle. As additional data, it authenticates the number of tensors
+and their bytes. The pickle has their dtypes and shapes. The bytes of tensors on a GPU are not signed.
 
 GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
 one kind and one receiver. The nonce is the number of the message: the sender counts the messages of each key.

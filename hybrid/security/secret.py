@@ -60,7 +60,7 @@ class Secret:
 
     @classmethod
     def find(cls, file: str) -> Secret | None:
-        """Read the secret from ``file``, or, if that is "", from HYBRID_SECRET; None if this is not set.
+        """Read the secret from ``file``, or from HYBRID_SECRET if ``file`` is ""; None if neither is set.
 
         Raises:
             ConfigError: the file cannot be read, other users may access it, or the secret is short or weak.

@@ -127,9 +127,10 @@ class SignedPickler(internal._InternalRPCPickler):
         self._calls = {qualified_name(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Return the payload of a call or a response, and its tensors; empty for an unauthenticated peer.
+        """Return the payload of a call or a response, and its tensors; ClusterError for any other object.
 
-        ClusterError for other objects, other functions than ``calls``, and calls without a receiver.
+        ClusterError is also raised if ``calls`` lacks the function, or the call has no receiver. An exception
+        for an unauthenticated peer becomes an empty payload.
         """
         if isinstance(obj, internal.PythonUDF):
             name = qualified_name(obj.func)

@@ -68,7 +68,7 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
-        They can if all ``may_share``, and if 2 to ``MAX_MEMBERS`` trainers have one host, network and user.
+        They can if they are 2 to ``MAX_MEMBERS``, all ``may_share``, and have the same ``host_id()``.
 
         Args:
             group: a process group whose backend supports CPU tensors.

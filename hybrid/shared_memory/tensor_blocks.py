@@ -63,7 +63,7 @@ class BlockWriter:
         self._released: deque[int] = deque()
 
     def write(self, tensors: Sequence[Tensor]) -> int | None:
-        """Copy tensors into a free block, and return its first byte; None if they are small or do not fit."""
+        """Copy tensors into a free block, and return its start; None if they are small or do not fit."""
         length = sum(align(tensor.nbytes) for tensor in tensors)
         if length < MIN_BLOCK_BYTES:
             return None
@@ -155,7 +155,7 @@ def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout:
-    """Return the layout of tensors, whose dtypes are in ``DTYPES``."""
+    """Return the dtype (its index in ``DTYPES``) and the shape of each tensor."""
     return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 

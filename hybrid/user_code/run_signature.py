@@ -51,8 +51,8 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    A value that needs a signature and has none is replaced by its default. Such a value is an error if its
-    section is in ``uses``, or if its key has ``Key.unsigned``: the default would be another model or data.
+    A value that needs a signature and has none is replaced by its default. It is an error instead if its
+    section is in ``uses``, or if ``Key.unsigned`` allows other values: the default changes model or data.
 
     Args:
         overrides: ``section.key=value``; these values need no signature.

@@ -467,7 +467,7 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 
 def master_host(environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0 under torchrun, else an empty string. torchrun itself uses MASTER_PORT."""
+    """Return the host of rank 0 under torchrun, else "". Its port is ignored, as torchrun itself uses it."""
     return environment.get("MASTER_ADDR", "") if TORCHRUN in environment else ""
 
 

@@ -63,7 +63,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Print the metrics of a trained model on labeled files, or on the run's test rows without ``inputs``.
 
-    Arguments and errors are those of :func:`predict`, without "-". The result is a summary for JSON.
+    Arguments and errors are as in :func:`predict`, but "-" is no standard input. Return a summary for JSON.
     """
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
@@ -302,7 +302,7 @@ def export_run(
 def export_followed(
     run: StoragePath, output: StoragePath, formats: Sequence[str], trust_code: bool = False
 ) -> None:
-    """Follow a run that writes deltas: export each new model into ``output/step-N``, until the run ends.
+    """Export each new model of a run with ``checkpoint.deltas`` into ``output/step-N``, until the run ends.
 
     ``output/current.json`` names the newest folder, and is replaced last. The newest two folders are kept.
     """

@@ -274,9 +274,8 @@ def traffic(
 ) -> Traffic:
     """Return the traffic of one lookup for ``samples`` samples.
 
-    For features with one id per sample, sequences, and multi-hot features that trainers pool, distinct rows
-    are sent. For other multi-hot features, each shard sends a partial vector per bag and receives the full
-    gradient.
+    If workers pool a multi-hot feature, each shard of its table sends a partial vector per sample, and gets
+    the gradient of the whole vector. For other features, shards send the distinct rows of the samples.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; other features have one.

@@ -158,7 +158,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's lanes (partitions) of a unit, after the unit's ``unit.step`` steps."""
+        """Begin to read this trainer's lanes (partitions) of a unit, from the position that ``unit`` has."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -176,13 +176,12 @@ class Trainer:
         return self._train(num_steps, until)
 
     def _begin_aligned(self, batches: Iterable[Batch], steps_before: int, until: float = math.inf) -> None:
-        """Continue with batches whose number and sizes may differ between trainers."""
         empty, num_tasks = Batch.empty(*self._spec.sizes), len(self._config.all_tasks)
         aligned = align_batches(batches, empty, self._group, num_tasks, until)
         self._engine.feed.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position of each of this trainer's lanes after ``step`` steps; empty for a topic."""
+        """Return the position in each of this trainer's lanes after ``step`` steps; {} for a Kafka topic."""
         assert self._reader is not None
         return self._reader.positions(step)
 

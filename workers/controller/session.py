@@ -65,7 +65,7 @@ class JobObject(Protocol):
 
 
 class Session:
-    """The tables, trainers and perhaps the remote net of a running job.
+    """The objects of a running job: tables, trainers, and perhaps a remote net (``dense.remote_mlp``).
 
     Args:
         input_spec: the features of a batch.
@@ -451,7 +451,7 @@ class DatasetSession(Session):
             yield self._on_trainers(timeout, Trainer.evaluate, split, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint; DataError if its samples differ, RemoteError if a role finds another model."""
+        """Load a checkpoint; DataError if its data set differs, RemoteError if a role finds another model."""
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.files_folder / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None

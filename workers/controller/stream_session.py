@@ -1,4 +1,4 @@
-"""The session of a run that trains on a stream: unit after unit, until the stream ends."""
+"""The session of a run that trains on a stream, one unit (a file, folder or Kafka topic) after another."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a lis
 
 @dataclass
 class Interval:
-    """The steps since the last log step."""
+    """What trainers reported about the steps since the last log step."""
 
     num_steps: int = 0
     seconds: float = 0.0  # time of the trainers for these steps
@@ -113,7 +113,7 @@ class RunCounts:
             self.unit.add(report.outputs, report.labels)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return numbers, and tensors: the reports since the last log step, the metrics of a stream unit."""
+        """Return the counts as numbers by name and tensors by name, for a checkpoint."""
         values = {
             "samples": self.samples,
             "seconds": self.seconds,
@@ -213,7 +213,7 @@ class Checkpoints:
         return self._pending.best if self._pending else self.best
 
     def steps_to_next(self, step: int) -> float:
-        """Return the number of steps until a checkpoint or delta is due by steps; may be infinite."""
+        """Return the steps until the next checkpoint or delta that is due by steps; infinite if none is."""
         every, of_delta = self.section.every_steps, self.section.delta_call.arguments.get("steps", 0)
         return min(
             every - step % every if every else math.inf,

@@ -44,8 +44,8 @@ def is_patience_over(
 ) -> bool:
     """Return whether a run ends after ``step``, because ``train.patience`` evaluations brought no progress.
 
-    The step determines the count of evaluations, so a resumed run ends at the same step. If ``best`` is None,
-    all evaluations after step ``start`` count. Evaluations at the steps ``undefined`` do not count.
+    The step determines the count of evaluations, so a resumed run ends at the same step. The count begins
+    after ``best``, or after step ``start`` if ``best`` is None or NaN. It omits the steps ``undefined``.
     """
     every = train.eval_every_steps or steps_per_epoch
     best_step = start if best is None or math.isnan(best.value) else best.step

@@ -233,7 +233,7 @@ class Restarts:
         return result is not None and result != self._at_start.result
 
     def _state(self, failure: RoleFailure) -> RunState:
-        """Return the state of the run; if its store refuses, a ReportedError also has ``failure``."""
+        """Return the state of the run. If its store refuses, a ReportedError tells this and ``failure``."""
         try:
             return RunState.of(self._folder)
         except StorageError as error:

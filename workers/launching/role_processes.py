@@ -69,7 +69,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Return the kernel's count of kills for lack of memory, in this control group or machine; else 0."""
+    """Return the number of kills for lack of memory in this control group or machine; 0 if unknown."""
     counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
     for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):

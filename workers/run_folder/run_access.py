@@ -158,7 +158,7 @@ def record_script_folder(scratch: Path, folder: StoragePath) -> None:
 
 
 def script_folder(scratch: Path) -> StoragePath | None:
-    """Return the folder that :func:`record_script_folder` has written; None if none, or in a run's folder."""
+    """Return the folder recorded in ``scratch``; None if there is none, or ``scratch`` is a run's folder."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
     return parse_path(files.read_text(path)) if path.is_file() and not is_run else None
@@ -319,7 +319,7 @@ def check_same_model(run: StoragePath, config: RunConfig) -> None:
 
 
 def newest_run(config: RunConfig) -> StoragePath | None:
-    """Return ``run.folder``, or without it the newest run called ``run.name``; None if there is no run."""
+    """Return the run in ``run.folder``; if that is "", the newest called ``run.name``. None if missing."""
     if folder := config.run.folder:
         return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
     # run_path makes these names.
