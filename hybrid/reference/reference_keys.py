@@ -5,7 +5,7 @@ This module shares no code with ``key_maps.py``. ``growing_group.py`` describes 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from hybrid.embedding.table_spec import Growth
@@ -52,10 +52,11 @@ class ReferenceKeys:
             if key not in self.row_of and self.seen[key][0] >= self._growth.admit_after:
                 candidates[_bucket(key)].append((-self.seen[key][0], key))
         admitted = []
+        num_rows = Counter(map(_bucket, self.row_of)) if candidates and self._limit else Counter()
         for bucket, of_bucket in candidates.items():
             chosen = sorted(of_bucket)
             if self._limit:
-                chosen = chosen[: max(0, self._limit - len(self._rows_of(bucket)))]
+                chosen = chosen[: max(0, self._limit - num_rows[bucket])]
             admitted += [key for _, key in chosen]
         for key in admitted:
             self.row_of[key] = self._next_row
@@ -67,12 +68,13 @@ class ReferenceKeys:
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return
-        for number in range(_SWEPT_BUCKETS):
-            bucket = (step * _SWEPT_BUCKETS + number) % _BUCKETS
-            for key in [key for key in self.seen if _bucket(key) == bucket]:
-                if key not in self.row_of and not self._count(key, step):
-                    del self.seen[key]
-            rows = self._rows_of(bucket)
+        first = step * _SWEPT_BUCKETS % _BUCKETS
+        swept = [key for key in self.seen if first <= _bucket(key) < first + _SWEPT_BUCKETS]
+        for key in swept:
+            if key not in self.row_of and not self._count(key, step):
+                del self.seen[key]
+        for bucket in range(first, first + _SWEPT_BUCKETS):
+            rows = [key for key in swept if _bucket(key) == bucket and key in self.row_of]
             unread = [key for key in rows if self.seen[key][1] != step]
             old = {key for key in unread if 0 < growth.evict_after < step - self.seen[key][1]}
             order = sorted(
@@ -88,9 +90,6 @@ class ReferenceKeys:
         count, last = self.seen.get(key, (0, step))
         half_life = self._growth.half_life
         return count >> (step // half_life - last // half_life)
-
-    def _rows_of(self, bucket: int) -> list[int]:
-        return [key for key in self.row_of if _bucket(key) == bucket]
 
 
 def _bucket(key: int) -> int:
