@@ -124,8 +124,7 @@ GROWTHS = {
 @pytest.mark.parametrize(
     ("kind", "workers_by_phase"),
     [
-        ("plain", (5, 2)),
-        *((kind, (1, 3, 8)) for kind in GROWTHS if kind != "plain"),
+        *((kind, (1, 3, 2)) for kind in GROWTHS),
         *(pytest.param(kind, (1,), marks=pytest.mark.long) for kind in GROWTHS),
     ],
     ids=str,
