@@ -12,16 +12,14 @@ from support.commands import Command
 from support.host_roles import MASTER, placed, started_on
 from support.hosts import Switch
 
-from chaos_run.running import DisturbedRun, Kill, Plan
+from chaos_run.running import POLL_SECONDS, STEP, DisturbedRun, Kill, Plan
 from chaos_run.victims import phase_of
 from hybrid.errors import HybridError
 
 KILLED, UNPLUGGED = "SIGKILL", "unplugged"
 _COUNTS = (2, 2)  # trainers and workers
-_POLL_SECONDS = 0.02
 _START_SECONDS = 20  # a master gives up on roles whose host was killed before they registered
 _SILENT_SECONDS = 120.0
-_STEP = "\nstep "
 
 
 class HostsRun(DisturbedRun):
@@ -56,7 +54,9 @@ class HostsRun(DisturbedRun):
         self._stack.close()
 
     def await_end(self) -> None:
-        """Wait for the end of the run; HybridError if it fails, AssertionError after two minutes."""
+        """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
+        while self._pass_time(1.0, []):
+            pass
         code = self._roles[MASTER].wait(_SILENT_SECONDS).code
         if code:
             raise HybridError(self._roles[MASTER].stderr.rstrip().rpartition("\n")[2])
@@ -67,31 +67,22 @@ class HostsRun(DisturbedRun):
 
     def _await_step(self, kills: list[Kill]) -> bool:
         """Wait until the run takes a step after its last start; return False if it has ended."""
-        deadline = time.monotonic() + _SILENT_SECONDS
-        while _STEP not in self._roles[MASTER].stdout:
-            if not self._pass_time(_POLL_SECONDS, kills):
-                return False
-            if time.monotonic() > deadline:
-                raise HybridError(f"{self.folder}: no step within {_SILENT_SECONDS:g} s")
+        while STEP not in self._output_since_start() and self._pass_time(POLL_SECONDS, kills):
+            pass
         return self._pass_time(0.0, kills)
 
-    def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
-        """Wait, and record the recovery from the last kill; return False if the run has ended."""
-        deadline = time.monotonic() + seconds
-        while True:
-            if kills and kills[-1].seconds is None and _STEP in self._roles[MASTER].stdout:
-                kills[-1].seconds = time.monotonic() - self._killed_at
-            if not self._roles[MASTER].processes():
-                return False
-            if time.monotonic() >= deadline:
-                return True
-            time.sleep(_POLL_SECONDS)
+    def _has_ended(self) -> bool:
+        self._check_progress(self._output_since_start())
+        return not self._roles[MASTER].processes()
+
+    def _output_since_start(self) -> str:
+        return f"\n{self._roles[MASTER].stdout}"
 
     def _kill(self, plan: Plan, chance: random.Random) -> Kill:
         """Kill a host, check that all other roles end by themselves, and start all roles again."""
         host = chance.choice(self._hosts)
         how = UNPLUGGED if chance.random() < plan.freeze else KILLED
-        kill = Kill(host.name, how, phase_of(self.folder, f"\n{self._roles[MASTER].stdout}"))
+        kill = Kill(host.name, how, phase_of(self.folder, self._output_since_start()))
         self._killed_at = time.monotonic()
         if how == UNPLUGGED:
             self._switch.down(host)

@@ -20,10 +20,10 @@ from support.commands import Command, start_process
 from chaos_run.victims import LAUNCHER, phase_of, running_roles
 from hybrid.errors import HybridError
 
-_POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02
 _SILENT_SECONDS = 120.0
 # What a master prints at each start once its data is prepared, and at the start of each line of progress.
-_START, _STEP = "\nprepared ", "\nstep "
+_START, STEP = "\nprepared ", "\nstep "
 
 
 class Usage(NamedTuple):
@@ -68,6 +68,10 @@ class Plan:
 class DisturbedRun(ABC):
     """A run whose roles or hosts are killed."""
 
+    folder: Path
+    _killed_at = _output_at = 0.0
+    _output_length = -1  # of the output at ``_output_at``
+
     def disturb(self, count: int, plan: Plan, chance: random.Random) -> list[Kill]:
         """Kill ``count`` roles or hosts, one after the other; fewer if the run ends before."""
         kills: list[Kill] = []
@@ -86,9 +90,29 @@ class DisturbedRun(ABC):
     def _await_step(self, kills: list[Kill]) -> bool:
         """Wait for a step after the last kill; return False if the run has ended."""
 
-    @abstractmethod
     def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
         """Wait, and record the recovery from the last kill; return False if the run has ended."""
+        deadline = time.monotonic() + seconds
+        while not (has_ended := self._has_ended()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            if kills and kills[-1].seconds is None and STEP in self._output_since_start():
+                kills[-1].seconds = time.monotonic() - self._killed_at
+        return not has_ended
+
+    def _check_progress(self, output: str) -> None:
+        """Raise HybridError if ``output`` has been the output of the run for two minutes."""
+        if len(output) != self._output_length:
+            self._output_at, self._output_length = time.monotonic(), len(output)
+        if time.monotonic() - self._output_at > _SILENT_SECONDS:
+            raise HybridError(f"{self.folder}: no output from the run for {_SILENT_SECONDS:g} s")
+
+    @abstractmethod
+    def _has_ended(self) -> bool:
+        """Return whether the run has ended; HybridError if it makes no progress."""
+
+    @abstractmethod
+    def _output_since_start(self) -> str:
+        """Return the output since the start after the last kill."""
 
     @abstractmethod
     def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
@@ -119,7 +143,6 @@ class Run(DisturbedRun):
         else:
             self._arguments += ["launch", "--resume", "auto", *arguments, "--set", f"run.folder={folder}"]
         self._num_launches = 0
-        self._killed_at = 0.0
 
     def __enter__(self) -> Run:
         try:
@@ -142,10 +165,9 @@ class Run(DisturbedRun):
 
     def _await_step(self, kills: list[Kill]) -> bool:
         """Wait for a step after the last kill; return False if the run has ended."""
-        is_running = not self._has_ended()
-        while is_running and kills and kills[-1].seconds is None:
-            is_running = self._pass_time(_POLL_SECONDS, kills)
-        return is_running
+        while kills and kills[-1].seconds is None and self._pass_time(POLL_SECONDS, kills):
+            pass
+        return not self._has_ended()
 
     def _launch(self) -> None:
         self._num_launches += 1
@@ -153,19 +175,15 @@ class Run(DisturbedRun):
         self._process = start_process(self._arguments, self._environment, output)
         self._command = Command(self._process, output)
         self._length_before_kill = 0
-        self._output_at, self._output_length = time.monotonic(), 0
         # The launcher restarts a script only after the script has named the folder from which it resumes.
         while self._is_script and not self._output_since_start() and not self._has_ended():
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _has_ended(self) -> bool:
         code = self._process.poll()
         if code:
             raise HybridError(self._command.stderr.rstrip().rpartition("\n")[2])
-        if (length := len(self._output())) != self._output_length:
-            self._output_at, self._output_length = time.monotonic(), length
-        if time.monotonic() - self._output_at > _SILENT_SECONDS:
-            raise HybridError(f"{self.folder}: no output from the run for {_SILENT_SECONDS:g} s")
+        self._check_progress(self._output())
         return code is not None
 
     def _output(self) -> str:
@@ -174,15 +192,6 @@ class Run(DisturbedRun):
     def _output_since_start(self) -> str:
         """Return the output since the start after the last kill, from the end of preparation."""
         return self._output()[self._length_before_kill :].partition(_START)[2]
-
-    def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
-        """Wait, and record the recovery from the last kill; return False if the run has ended."""
-        deadline = time.monotonic() + seconds
-        while not (has_ended := self._has_ended()) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            if kills and kills[-1].seconds is None and _STEP in self._output_since_start():
-                kills[-1].seconds = time.monotonic() - self._killed_at
-        return not has_ended
 
     def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
         """Kill or freeze a role; return None if no role is running."""
