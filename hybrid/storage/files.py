@@ -81,7 +81,8 @@ def _path_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StorageError(f"{path}: cannot be used: {reason}; correct it or its rights", reason) from error
+        rule = "correct the path, or its permissions"
+        raise StorageError(f"{path}: cannot be used: {reason}; {rule}", reason) from error
 
 
 def exists(path: StoragePath) -> bool:
