@@ -29,7 +29,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """The identity. Its backward function waits for the gradient in a thread that starts no GPU work."""
+    """The identity; its backward pass waits for the copied gradient, in autograd's thread for the CPU."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, events: list[torch.Event]) -> Tensor:

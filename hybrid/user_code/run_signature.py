@@ -52,7 +52,7 @@ def load_run_config(
     """Read the configuration of a run that another user may have written.
 
     A value that needs a signature and has none is replaced by its default. It is an error instead if its
-    section is in ``uses``, or if ``Key.unsigned`` allows other values: the default changes model or data.
+    section is in ``uses``, or if its key also has harmless values: the default is another model or data.
 
     Args:
         overrides: ``section.key=value``; these values need no signature.

@@ -185,8 +185,8 @@ class Checkpoints:
     """The checkpoints and deltas of a run, written one at a time while the run trains.
 
     If one of them cannot be written, a warning is shown and training continues. Only the last checkpoint of
-    a run must succeed. After a start, a resume or a failure, a checkpoint is written instead of the first
-    delta, and starts a new chain of deltas. A delta that is due while a checkpoint is written waits for a
+    a run must succeed. After a start, a resume, a failure or 1000 deltas, a checkpoint is written instead of
+    a delta, and starts a new chain of deltas. A delta that is due while a checkpoint is written waits for a
     later step, unless it is due by event time: then training waits.
     """
 

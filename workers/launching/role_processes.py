@@ -148,7 +148,7 @@ class RoleProcesses:
         """Wait for the end of all roles; return the failure to report, or None if no role failed.
 
         After a failure or the end of the master, the wait is short, so some roles may still run afterwards.
-        If no role has failed then, a role that still runs is the failure.
+        If no role has failed by then, the roles that still run are reported as stuck.
         """
         while self._running:
             left = _WAIT_SECONDS

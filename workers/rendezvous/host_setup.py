@@ -64,8 +64,8 @@ def is_loopback(host: str) -> bool:
 def listen(address: str, port: int, port_key: str = _MASTER_KEY) -> socket.socket:
     """Return a socket that listens on one address only; port 0 selects a free port.
 
-    ConfigError if this host cannot listen on the address, if a host name means loopback here, or if the port
-    is in use or forbidden. An error about the port names the configuration key ``port_key``.
+    ConfigError if this host cannot listen on the address, if a host name other than localhost means loopback
+    here, or if the port is in use or forbidden; then, the error names the configuration key ``port_key``.
     """
     try:
         resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
