@@ -72,6 +72,7 @@ class CustomModule(TrainedModule):
         self.eval()
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
+        """Call the module, with all columns; HybridError if its outputs do not fit the tasks."""
         first = columns[self.inputs[0].name]
         size = first.offsets.shape[0] - 1 if isinstance(first, Jagged) else first.shape[0]
         outputs: Tensor = self.module({DENSE: torch.zeros(size, 0), **columns})

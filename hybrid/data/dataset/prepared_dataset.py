@@ -292,6 +292,7 @@ class SplitWriter:
         self.label_sums: list[LabelSums] = []
 
     def append(self, block: EncodedBlock, source_rows_B: npt.NDArray[np.int64]) -> None:
+        """Write the next block, which has targets; ``source_rows_B`` are the row numbers in the input."""
         targets = block.targets
         assert targets is not None
         self._put(self._row, dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
