@@ -118,7 +118,7 @@ class StepClock:
         return self._open(name, of_step) if of_step in self._recorded else _NOTHING
 
     def begin(self, name: str, step: int | None = None, *, num_bytes: int = 0) -> OpenSpan | None:
-        """Begin a span that any thread may end; None if ``step``, else the current step, is not recorded."""
+        """Begin a span that any thread may end; None if its step (default: current) is not recorded."""
         of_step = self._step if step is None else step
         if of_step not in self._recorded:
             return None

@@ -275,7 +275,7 @@ def export_run(
         folder: a run, of which the best checkpoint is used, or a checkpoint.
         formats: one or more of "program", "onnx", "tables" and "items".
         dtype: data type of the tables; None for the data type of their rows. For a narrower type than the
-            run's, the metrics before and after the conversion are printed.
+            run's, the metrics before and after are printed, or why they cannot be measured.
         trust_code, module: see :func:`predict`.
 
     Raises:

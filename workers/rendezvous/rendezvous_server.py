@@ -195,7 +195,7 @@ class RendezvousServer:
             writer.close()
 
     async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the connection's cipher; close it and return None if the peer cannot prove the secret.
+        """Return the cipher; close the connection and return None if the peer cannot prove the secret.
 
         The number of unauthenticated peers, their time and their memory are limited.
         """

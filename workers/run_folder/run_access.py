@@ -158,7 +158,7 @@ def record_script_folder(scratch: Path, folder: StoragePath) -> None:
 
 
 def script_folder(scratch: Path) -> StoragePath | None:
-    """Return the folder recorded in ``scratch``; None if there is none, or ``scratch`` is a run's folder."""
+    """Return the checkpoint folder recorded in ``scratch``; None without one, or if ``scratch`` has a run."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
     return parse_path(files.read_text(path)) if path.is_file() and not is_run else None
