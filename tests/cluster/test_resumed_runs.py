@@ -19,6 +19,7 @@ from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, PROGRESS_FILE, Files, Manifest, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import DeltaChain
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.metrics import Metrics
 from workers.controller.remote_trainer import Trainer
@@ -208,10 +209,14 @@ def test_stopped_run_has_the_bits_of_an_uninterrupted_one(
 def test_stop_is_announced_while_the_run_waits_for_workers(
     job: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    """The request is announced at once, even if a worker is frozen."""
+    """The request is announced at once, even if a worker is frozen. Followers of the run do not end."""
+    job = job.replace_value("checkpoint", "deltas", "every(1, seconds = 0)")
     code, statuses = clusters.get(2, 2).run(stop, job, cache, tmp_path / "run", ("saving", 3))
     assert code is ExitCode.TERMINATED
     assert [each.partition(";")[0] for each in statuses[-2:]] == ["stopping after step 3", "saving step 3"]
+    chain = DeltaChain.read(tmp_path / "run")
+    assert chain is not None
+    assert not chain.has_ended
 
 
 @only_lookahead
