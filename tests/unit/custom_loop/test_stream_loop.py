@@ -122,7 +122,8 @@ def test_script_that_is_ended_anywhere_loses_and_repeats_no_row(
     for stop in (2, 7, 8):
         with pytest.raises(SystemExit):
             train(tmp_path, stop, passes, update=update)
-    assert max(train(tmp_path, passes=passes, update=update)[0]) == 13
+    assert max(train(tmp_path, passes=passes, update=update, max_steps=10)[0]) == 9
+    assert [*train(tmp_path, passes=passes, update=update)[0]] == [10, 11, 12, 13]
     (tmp_path / "log/day=1").rename(tmp_path / "gone")
     write_day(tmp_path, DAYS)
     with pytest.raises(SystemExit):
