@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from torch.futures import Future
 
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, DataError
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.updates.barrier import Update, UpdateBarrier
 from hybrid.updates.ticket import Purpose, Ticket
@@ -379,6 +379,17 @@ class TestFailure:
             norms = [each.squared_norm(0), each.squared_norm(1)]
             contribute(each, 0, 0, should_update_here=should_update_here)
             assert_all_fail([*waiting, *norms], each, r"^bad row$", ArithmeticError)
+
+    def test_trainers_that_read_different_batches_are_named(self) -> None:
+        """Also if the other trainer's gradients of the step were applied earlier."""
+        with barrier(2, ignore, UpdateMode.ASYNC) as each:
+            for trainer, step in ((0, 0), (0, 1), (1, 0)):
+                each.contribute(Ticket(trainer, step, step, checksum=5 + step), "")
+                each.drain()
+            with pytest.raises(DataError, match=r"^step 1: trainers 0 and 1 "):
+                each.contribute(Ticket(1, 1, 1, checksum=5), "")
+            with pytest.raises(DataError, match="step 1"):
+                each.drain()
 
     def test_remote_failure_reaches_waiting_and_later_callers(self) -> None:
         with barrier(2, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
