@@ -209,6 +209,15 @@ def test_a_gradient_that_is_not_finite_fails_all_later_calls(
         assert str(caught.value).startswith(f"step 0: the gradient of {what} ")
 
 
+def test_a_failed_call_ends_the_wait_for_others(service: transport.Remote[Service]) -> None:
+    release.clear()
+    calls = [service.call(Service.hang), service.call(Service.break_down)]
+    with pytest.raises(transport.RemoteError, match="no such thing"):
+        transport.gather(calls)
+    assert not calls[0].done()
+    release.set()
+
+
 @pytest.mark.parametrize("method", [Caller.lookup, Caller.norm, Caller.train_net])
 def test_a_missing_response_names_both_roles(caller: transport.Remote[Caller], method: Method) -> None:
     """Those between two roles that others may reach; here they wait for gradients that do not come."""

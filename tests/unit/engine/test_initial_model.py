@@ -116,12 +116,8 @@ def test_each_value_keeps_its_row_and_its_optimizer_state(
             assert now.of("user", user) == before.of("user", user)
     for value in ("i1", "i2", "7"):
         assert now.of("product", value) == before.of("item", value)
-    for column, old in (
-        ("user", "user"),
-        ("product", "item"),
-        ("tags", "tags"),
-    ):  # missing and unknown values
-        assert now.of(column, "no such value") == before.of(old, "no such value")
+    for column, old in (("user", "user"), ("product", "item"), ("tags", "tags")):
+        assert now.of(column, "no such value") == before.of(old, "no such value")  # as of missing values
     for user in missing:
         assert now.of("user", user) == new.of("user", user)
     num_users = len(now.tensors["user"]["weight"]) - 1
