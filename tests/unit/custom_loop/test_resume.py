@@ -284,8 +284,7 @@ def test_the_best_evaluation_with_a_checkpoint_keeps_it(
     context: Any = nullcontext()
     if obstructed is not None:
         step_folder(tmp_path / "run", obstructed).mkdir(parents=True)
-        message = f"step {obstructed}: "
-        context = pytest.warns(UserWarning, match=message)
+        context = pytest.warns(UserWarning, match=f"step {obstructed}: ")
     if obstructed == LAST:
         context = pytest.raises(CheckpointError, match=f"step {LAST}: .* step 9$")
     with context:
