@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding.initial_rows import random_salt
-from hybrid.primitives.key_hashes import next_of, splitmix64
+from hybrid.primitives.key_hashes import next_random, splitmix64
 
 
 class Negatives:
@@ -38,7 +38,7 @@ class Negatives:
     def columns(self, name: str, seed: int, step: int) -> dict[str, Tensor]:
         """Return the columns of a step: N ids as ``name``, and the ``log_q`` of these as ``name.log_q``."""
         counters_N = np.arange(self._number, dtype=np.uint64)
-        counters_N += next_of(np.array([random_salt(seed, name)], np.uint64) + np.uint64(step))
+        counters_N += next_random(np.array([random_salt(seed, name)], np.uint64) + np.uint64(step))
         bits_N = splitmix64(counters_N) >> np.uint64(11)
         ids_N = torch.from_numpy(self._cumulative_I.searchsorted(bits_N * 2.0**-53, side="right"))
         return {name: ids_N, f"{name}.log_q": self._log_q_I[ids_N]}

@@ -28,7 +28,7 @@ from hybrid.embedding.bags import Bags, TableRequest
 from hybrid.embedding.stored_matrix import make_absolute, read_shape
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import DataError
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.training_loop import TrainingLoop
@@ -350,7 +350,7 @@ class TableModule(nn.Module):
         """Return the row number of each id, the id itself; for a growing table, the key, a hash of the id."""
         if self.growth is None:
             return ids_L
-        return torch.from_numpy(next_of(ids_L.numpy().view(np.uint64)).view(np.int64))
+        return torch.from_numpy(next_random(ids_L.numpy().view(np.uint64)).view(np.int64))
 
     def _is_padding(self, ids: Tensor) -> Tensor | None:
         """Return a mask of the ids that are padding; None if no id is padding."""

@@ -212,7 +212,7 @@ class InitialModel:
 _NEW_NETS = "to start with new dense nets, set tables.NAME.initial instead of train.initial"
 
 
-def describe_other_net(run: str, reason: str) -> ConfigError:
+def other_net_error(run: str, reason: str) -> ConfigError:
     """Return the error for a run whose dense nets do not fit this run; ``reason`` names the difference."""
     rule = f"has another dense net: {reason}; keep [dense], its columns and tasks; {_NEW_NETS}"
     return ConfigError(MODEL_KEY, rule, run)

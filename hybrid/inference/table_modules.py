@@ -152,7 +152,7 @@ def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
 
 
 def hash_ids(ids: Tensor) -> Tensor:
-    """Return the key of each int64 id, as :func:`hybrid.primitives.key_hashes.next_of` does."""
+    """Return the key of each int64 id, as :func:`hybrid.primitives.key_hashes.next_random` does."""
     x = ids + _STEP
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import OptimizerSpec
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 
 State = dict[str, Tensor]
 
@@ -144,8 +144,8 @@ def round_stochastically(rows_UD: Tensor, numbers_U: Tensor, seed: int, step: in
 
 def _random(dim: int, numbers_U: Tensor, seed: int, step: int, table: str) -> Tensor:
     """Return random 16-bit numbers, (U, ``dim``), from a sequence of 64-bit numbers for each row."""
-    salt_1 = next_of(np.array([random_salt(seed, table)], np.uint64) + np.uint64(step))
-    state_U1 = next_of(salt_1 + numbers_U.numpy().astype(np.uint64))[:, None]
+    salt_1 = next_random(np.array([random_salt(seed, table)], np.uint64) + np.uint64(step))
+    state_U1 = next_random(salt_1 + numbers_U.numpy().astype(np.uint64))[:, None]
     index_N = np.arange(-(-dim // 4), dtype=np.uint64)
-    words_UN = next_of(state_U1 + index_N * np.uint64(_SPLITMIX_STEP))
+    words_UN = next_random(state_U1 + index_N * np.uint64(_SPLITMIX_STEP))
     return torch.from_numpy(words_UN.astype("<u8").view("<u2")[:, :dim].astype(np.float64))

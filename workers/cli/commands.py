@@ -227,7 +227,7 @@ def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        if command == "run" and run_access.script_folder(folder) is None:
+        if command == "run" and run_access.script_checkpoints(folder) is None:
             raise
         reason = f": {interrupt}" if str(interrupt) else ""
         message = f"stopped{reason}; {run_access.describe_saved_state(folder, command)}"

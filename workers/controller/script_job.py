@@ -51,7 +51,7 @@ from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables
 from workers.exit_codes import ExitCode
-from workers.run_folder.run_access import RESULT_FILE, record_script_folder, run_write_errors
+from workers.run_folder.run_access import RESULT_FILE, record_script_checkpoints, run_write_errors
 
 _POLL_SECONDS = 1.0
 
@@ -113,7 +113,7 @@ class ScriptJob:
             elif request.action == "save":
                 response = self._save(request, scripts[0])
             elif request.action == "resume" and task.scratch is not None:
-                record_script_folder(task.scratch, request.folder)
+                record_script_checkpoints(task.scratch, request.folder)
             elif request.action == "load":
                 assert request.manifest is not None
                 source = (request.folder, request.manifest.step)

@@ -26,7 +26,7 @@ from hybrid.data.prepare.preparation import open_split
 from hybrid.data.stream.units import StreamUnit
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.initial_model import InitialModel, describe_other_net
+from hybrid.engine.initial_model import InitialModel, other_net_error
 from hybrid.engine.model_builder import Blueprint, host_remote_net, place_configured_tables, table_specs
 from hybrid.errors import CheckpointError, ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
@@ -317,7 +317,7 @@ class Session:
             transport.gather(calls)
         except transport.RemoteError as error:
             if error.failure.kind == CheckpointError.__name__:
-                raise describe_other_net(self.config.train.initial, str(error)) from error
+                raise other_net_error(self.config.train.initial, str(error)) from error
             raise
 
     def _load_nets(self, stored: Checkpoint, has_state: bool) -> list[transport.Pending[None]]:

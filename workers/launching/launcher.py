@@ -31,7 +31,7 @@ from workers.launching.fork_server import ForkServer
 from workers.launching.role_processes import RoleFailure, RoleProcesses
 from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback, listen
 from workers.run_folder import run_access
-from workers.run_folder.run_access import RESTARTS_FILE, RunState, run_write_errors, script_folder
+from workers.run_folder.run_access import RESTARTS_FILE, RunState, run_write_errors, script_checkpoints
 
 _METRICS_KEY = "cluster.metrics_port"
 # DDP imports torch._dynamo, which takes as long as torch itself.
@@ -79,7 +79,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
                 _report(task, f"{failure.message}; the run had finished, nothing is lost")
                 return
             is_train = isinstance(task, TrainTask)
-            if not is_train and (failure.cause is Cause.EXCEPTION or script_folder(folder) is None):
+            if not is_train and (failure.cause is Cause.EXCEPTION or script_checkpoints(folder) is None):
                 raise ReportedError(failure.message, code_of(failure.cause, has_stepped=False))
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
@@ -204,7 +204,7 @@ class Restarts:
         start = now.resumed_step
         step = now.logged_step if has_stepped else start
         lost = f"steps {start} to {step - 1} are lost, " if step > start else "nothing is lost, "
-        if script_folder(self._folder) is not None:  # only trainers know the step of a script
+        if script_checkpoints(self._folder) is not None:  # only trainers know the step of a script
             lost = ""
         is_first = now.checkpoint_step is None
         next_start = "starting from the beginning" if is_first else f"resuming from step {start}"

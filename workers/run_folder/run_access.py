@@ -151,13 +151,13 @@ def checkpoint_root(folder: Path) -> StoragePath:
     return run
 
 
-def record_script_folder(scratch: Path, folder: StoragePath) -> None:
+def record_script_checkpoints(scratch: Path, folder: StoragePath) -> None:
     """Write the folder of a script's checkpoints into ``scratch``, the temporary folder of ``hybrid run``."""
     with run_write_errors(scratch, "set TMPDIR to another folder"):
         files.write_bytes(scratch / _RESUME_FILE, str(folder).encode())
 
 
-def script_folder(scratch: Path) -> StoragePath | None:
+def script_checkpoints(scratch: Path) -> StoragePath | None:
     """Return the checkpoint folder recorded in ``scratch``; None without one, or if ``scratch`` has a run."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
@@ -246,7 +246,7 @@ class RunState:
         """Return the state of the run in a local folder, which may be empty or missing."""
         log = folder / METRICS_FILE
         logged = next((each["step"] for each in reversed(read_records(log)) if each["kind"] == "train"), 0)
-        saved = checkpoint_folders.list_checkpoints(script_folder(folder) or checkpoint_root(folder))
+        saved = checkpoint_folders.list_checkpoints(script_checkpoints(folder) or checkpoint_root(folder))
         step = checkpoint_folders.parse_step(saved[0]) if saved else None
         return cls(logged, step, files.find_entry(log), files.find_entry(folder / RESULT_FILE))
 

@@ -21,7 +21,7 @@ from hybrid.config.data_sections import TEST, TRAIN, Holdout
 from hybrid.data.parse.sources import RawBlock, SplitValues
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.model_columns import Targets
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 
 MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
 _ROWS = "rows.arrow"
@@ -64,8 +64,8 @@ class Split:
         return is_below
 
     def _hash(self, values_B: SplitValues) -> npt.NDArray[np.uint64]:
-        key = next_of(np.array([self.seed % 2**64], np.uint64))
-        return next_of(values_B.astype(np.int64).view(np.uint64) ^ key)
+        key = next_random(np.array([self.seed % 2**64], np.uint64))
+        return next_random(values_B.astype(np.int64).view(np.uint64) ^ key)
 
 
 class Piece(NamedTuple):

@@ -42,7 +42,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
 _POINT = re.compile(rf"({_INTEGER})\.0+")
@@ -156,7 +156,7 @@ def compute_keys(texts: pa.Array) -> npt.NDArray[np.int64]:
     for of_sign_D, kind in ((negative_D, pa.int64()), (pc.invert(negative_D), pa.uint64())):
         of_kind_D = pc.and_(integer_D, of_sign_D)
         numbers = texts.filter(of_kind_D).cast(kind).to_numpy(zero_copy_only=False)
-        keys_D[np.asarray(of_kind_D)] = next_of(numbers.astype(np.uint64))
+        keys_D[np.asarray(of_kind_D)] = next_random(numbers.astype(np.uint64))
     other_D = pc.and_not(texts.is_valid(), integer_D)
     keys_D[np.asarray(other_D)] = hash_texts(texts.filter(other_D))
     return keys_D.view(np.int64)

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.data.values.canonical import canonical_text, canonicalize, trim_blanks
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 T = TypeVar("T", bound=np.generic)
@@ -174,7 +174,7 @@ def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
         is_absent = pc.is_in(integers, value_set=pa.array(absent, integers.type))
         integers = pc.if_else(is_absent, None, integers)
     numbers_B = integers.fill_null(0).to_numpy(zero_copy_only=False).astype(np.uint64)
-    return pa.array(next_of(numbers_B).view(np.int64), mask=np.asarray(integers.is_null()))
+    return pa.array(next_random(numbers_B).view(np.int64), mask=np.asarray(integers.is_null()))
 
 
 def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:

@@ -28,7 +28,7 @@ from hybrid.embedding.row_gradients import GroupedBags, RowGradients
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, StochasticRounding, Zeros
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 from hybrid.updates.ticket import Purpose
 
 # Bytes of rows, gradients and state in one block of an update. A block stays in the CPU cache.
@@ -227,7 +227,7 @@ class TableGroup:
         shards = self.group.shards
         salts_S = np.array([random_salt(self._seed, each.table.name) for each in shards], np.uint64)
         shard_U, keys_U = self._locate(rows_U.numpy())
-        return next_of(next_of(salts_S + np.uint64(self._step))[shard_U] + keys_U.astype(np.uint64))
+        return next_random(next_random(salts_S + np.uint64(self._step))[shard_U] + keys_U.astype(np.uint64))
 
     def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
         """Return the index of each row's shard, and its row in the table; in a growing table, its key."""

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding, emb
 from hybrid.config import RunConfig
 from hybrid.embedding.initial_rows import fill_random_rows, random_rows
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 
 SEED = RunConfig().run.seed
 
@@ -65,7 +65,7 @@ class Plain:
         scale = SCALE if is_growing else rows**-0.5
         spec = TableSpec(name, rows, dim, Pooling.SUM, (), OptimizerSpec("sgd", 0.0), scale)
         if is_growing:
-            keys = next_of(np.arange(rows, dtype=np.uint64))
+            keys = next_random(np.arange(rows, dtype=np.uint64))
             return nn.Parameter(random_rows(keys, spec, SEED).double())
         weight = torch.empty(rows, dim, dtype=torch.float64)
         fill_random_rows(weight, spec, SEED)

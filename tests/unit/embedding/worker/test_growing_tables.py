@@ -27,7 +27,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import Growth, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError, ClusterError
-from hybrid.primitives.key_hashes import next_of
+from hybrid.primitives.key_hashes import next_random
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_rows import initial_state, update_rows
 from hybrid.updates.update_rules import UpdateRules
@@ -318,4 +318,4 @@ def test_a_worker_holds_a_hundred_million_keys() -> None:
 
 def keys_of_step(step: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """Return the first keys that a step updates; no other step updates them."""
-    return next_of(np.arange(number, dtype=np.uint64) + np.uint64(step * 1_000_000))
+    return next_random(np.arange(number, dtype=np.uint64) + np.uint64(step * 1_000_000))
