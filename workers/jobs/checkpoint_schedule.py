@@ -185,9 +185,9 @@ class Checkpoints:
     """The checkpoints and deltas of a run, written one at a time while the run trains.
 
     If one of them cannot be written, a warning is shown and training continues. Only the last checkpoint of
-    a run must succeed. After a start, a resume, a failure or 1000 deltas, a checkpoint is written instead of
-    a delta, and starts a new chain of deltas. A delta that is due while a checkpoint is written waits for a
-    later step, unless it is due by event time: then training waits.
+    a run must succeed. After a start, a resume or a failure, a checkpoint is written instead of a delta, and
+    starts a new chain of deltas. A checkpoint also follows every 1000 deltas. A delta that is due while a
+    checkpoint is written waits for a later step, unless it is due by event time: then training waits.
     """
 
     session: Session
@@ -233,11 +233,10 @@ class Checkpoints:
         is_best = is_evaluated and self._choose_best(now, expected) != expected
         steps, minutes = self.section.every_steps, self.section.every_minutes
         is_due_by_steps = steps and now.step % steps == 0 and not is_waiting
-        is_late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
-        is_due_by_time = is_late and now.step != self.saved_step
-        is_delta_due = self._is_delta_due(now)
-        begins_chain = is_delta_due and (self._chain is None or len(self._chain.deltas) >= _MAX_DELTAS)
-        if is_best or is_due_by_steps or is_due_by_time or begins_chain:
+        is_due_by_time = 0 < 60 * minutes <= time.monotonic() - self._begun_at and now.step != self.saved_step
+        is_delta_due, chain = self._is_delta_due(now), self._chain
+        needs_base = chain is None or chain.last.sequence - chain.base.sequence >= _MAX_DELTAS
+        if is_best or is_due_by_steps or is_due_by_time or (is_delta_due and needs_base):
             start = time.perf_counter()
             self.finish()
             self._write_delta(now)

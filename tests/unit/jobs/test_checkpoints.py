@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import Best, Manifest, step_folder, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import PARENT
 from hybrid.config import CheckpointSection, ClusterSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError
 from hybrid.metrics import BinaryMetrics, Metrics
@@ -69,6 +70,10 @@ class Role:
         values = dict(metrics or {})
         listed = Manifest(step, epoch, {}, {}, values, dict(progress))
         return HeldCheckpoint(folder, listed, {}, reports, self._start, self.is_copied and in_background)
+
+    def begin_delta(self, folder: Path, step: int, epoch: int, parent: str) -> HeldCheckpoint:
+        listed = Manifest(step, epoch, {}, {}, progress={PARENT: parent})
+        return HeldCheckpoint(folder, listed, {}, {}, self._start, is_copied=True)
 
     def _start(self, partial: StoragePath) -> Sequence[Call]:
         written: Future[Any] = Future()
@@ -146,6 +151,16 @@ def test_checkpoints_are_due_by_steps(start: Start) -> None:
         run.at(step)
     assert run.stored == run.logged == run.role.saved_steps == [4, 8]
     assert not run.warnings
+
+
+@pytest.mark.long
+def test_a_checkpoint_follows_a_thousand_deltas(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new follower applies the deltas since the last checkpoint."""
+    monkeypatch.setattr("os.fsync", lambda _: None)  # as on a disk that is faster
+    run = start(every_steps=0, deltas="every(steps = 1)")
+    for step in range(1, 1006):
+        run.at(step)
+    assert run.role.saved_steps == [1, 1002]
 
 
 def test_checkpoints_are_due_by_minutes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
