@@ -42,7 +42,7 @@ PLACEMENT_CALLS = CallSignatures(dict.fromkeys(("auto", "table", "row"), _PLACEM
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSection:
-    """Defaults of all tables, which a section [tables.NAME] overrides for one."""
+    """Settings of all tables. A section [tables.NAME] overrides most of them for one table."""
 
     dim: int = model(16, "Width of a row.", minimum=1)
     pooling: str = model("sum", "How the vectors of a bag become one vector.", choices=POOLINGS)

@@ -151,9 +151,9 @@ class GroupedOrder:
         self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
 
     def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows of a step, and for each of its groups, the number of rows up to the group's end.
+        """Return the rows of a step, and where each of its groups ends among these rows.
 
-        The groups of a step have their last rows at the positions ``start`` .. ``stop`` - 1 of the epoch.
+        A step has the groups whose last rows are the rows number ``start`` to ``stop`` - 1 of the epoch.
         """
         first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
         positions_B, sizes = item_positions(self._starts_G1, self._groups_G[first:last])

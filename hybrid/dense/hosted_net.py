@@ -23,7 +23,7 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 class HostedNet(HostedModule):
-    """A net that all trainers call. An update adds their gradients in trainer order, for one optimizer step.
+    """A net that all trainers call. An update adds up gradients in trainer order, for one optimizer step.
 
     Args:
         net: must have no buffers, since calls run concurrently.

@@ -11,7 +11,7 @@ the same shard. DDP reduces the gradients of the shard over this group.
 
 b is the number of samples of one trainer, and B the sum of b over the tensor group. The engine wraps the
 stages of a net in both classes; users may do the same. torch's ``torch.distributed.tensor.parallel.ddp``
-cannot replace this module: it loses the parameters, and adds a hook to each parameter at every pass.
+cannot replace this module: after a pass, its shards are no parameters, and each pass adds hooks to them.
 """
 
 import ctypes

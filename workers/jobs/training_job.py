@@ -54,9 +54,9 @@ def is_patience_over(
 
 
 class Training:
-    """A job that trains: it begins at step 0 or at a checkpoint, and ends with the summary of the run.
+    """A job that trains: it begins at step 0 or at a checkpoint, and ends with the summary or on request.
 
-    The files of the run folder, except logs, are written only after all roles have their tables and nets.
+    It writes into the run folder only after all roles have their tables and nets.
 
     Attributes:
         doing: current activity, for error messages.

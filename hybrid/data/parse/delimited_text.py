@@ -81,7 +81,7 @@ def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> I
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the rows of text that arrives in chunks, in blocks; yield a row once it is complete.
+    """Yield the rows of text that arrives in chunks. The rows that a chunk completes are one or more blocks.
 
     Messages name ``path``. Raise ConfigError if a required column is missing. Raise DataError if the text is
     blank or no plain text, or has a line of more than 16 MiB, an unusable header or a required column twice.

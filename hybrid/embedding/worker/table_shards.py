@@ -105,7 +105,7 @@ class TableShards(HostedModule, TableSource):
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
-        """Return each item's vectors, and the items for the backward pass; leave out a request for marks."""
+        """Return each item's vectors, and the items for the backward pass, both without :data:`MARKS`."""
         pooled = []
         recorded = []
         for group, bags in items[:-1] if has_marks(items) else items:
