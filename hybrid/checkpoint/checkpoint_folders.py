@@ -2,7 +2,7 @@
 
 Each role writes its files into the folder ``step-N.partial``. The master adds the manifest, which lists the
 files, and renames the folder to ``step-N``. An object store cannot rename. There, the roles write into
-``step-N/parts-X``, with X random. The manifest comes last, into ``step-N``, and contains "parts-X".
+``step-N/parts-X``, with X random. The manifest comes last, into ``step-N``, and names "parts-X".
 docs/checkpoints.md describes every file. The module does not import torch.
 """
 
@@ -264,7 +264,7 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """Return the error for a file that cannot be written. It names ``missing_bytes`` if the disk is full."""
+    """Return the error for a failed write. If the disk is full, it says how many bytes were not written."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
@@ -312,10 +312,10 @@ def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy the vocabulary ``source`` for a checkpoint; return the entry for the manifest.
+    """Copy the vocabulary ``source`` for a checkpoint, whose files are in ``folder``.
 
-    ``folder`` is the folder of the checkpoint's files. All checkpoints of a run share one copy, ``name``, in
-    the run folder, which has no entry. CheckpointError if the copy cannot be written.
+    All checkpoints of a run share one copy, ``name``, in the run folder; then return {}. Elsewhere, copy into
+    ``folder``, and return the entry for the manifest. CheckpointError if the copy cannot be written.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -381,7 +381,10 @@ def discard(partial: StoragePath) -> None:
 
 
 def remove(folder: StoragePath) -> None:
-    """Remove a checkpoint; CheckpointError if this fails. If killed, leave an unfinished checkpoint."""
+    """Mark a checkpoint as unfinished, then remove its files.
+
+    CheckpointError if the mark or an object store fails. Local files that cannot be removed are left.
+    """
     with write_errors(folder):
         if isinstance(folder, RemotePath):
             storage.remove(folder / MANIFEST_FILE)

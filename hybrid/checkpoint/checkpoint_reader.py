@@ -202,7 +202,7 @@ class Checkpoint:
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Copy every ``count``-th row from row ``index`` on, with optimizer state, into a worker's shard.
 
-        The number of stored shards may differ from ``count``. They must not be ranges of rows, as in exports.
+        The number of stored shards may differ from ``count``. Not for exports: their shards are row ranges.
 
         Args:
             into: "weight" and optimizer state of the shard.

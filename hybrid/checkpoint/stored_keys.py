@@ -52,11 +52,11 @@ def pack_keys(
     steps_before: int,
     tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors for the file of a shard, in the order of the keys as unsigned numbers.
+    """Return the tensors for the file of a shard, sorted by key. Keys are compared as unsigned numbers.
 
     Args:
-        records_R2: key and record of each row; the record of an unused row is negative.
-        pending_P2: key and record of each pending key.
+        records_R2: a key and its record for each row; the record of an unused row is negative.
+        pending_P2: each pending key and its record.
         tensors: rows ("weight") and optimizer state. The dict is emptied, to free memory early.
     """
     used = np.flatnonzero(records_R2[:, 1] >= 0)
@@ -70,13 +70,13 @@ def pack_keys(
 def map_keys(
     checkpoint: Checkpoint, table: str, widths: Widths, buckets: range = range(NUM_BUCKETS)
 ) -> Iterator[Arrays]:
-    """Yield the arrays of each file with keys in ``buckets``, mapped into memory, in ascending order of keys.
+    """Map files with keys in ``buckets`` into memory, by ascending keys; yield the arrays of each file.
 
-    A file may also have other keys, and more optimizer state than ``widths``. An export lacks the records;
+    A file may also have other keys, and optimizer state that is not in ``widths``. An export lacks records;
     they are set as if each key had been read once, at the only step of an earlier run.
 
     Raises:
-        CheckpointError: the table is missing, lacks arrays of these widths, or has an invalid file.
+        CheckpointError: the table is missing, or a file is invalid or lacks arrays of these widths.
     """
     count = checkpoint.num_shards(table)
     for index in range(count):

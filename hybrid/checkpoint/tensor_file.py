@@ -149,7 +149,7 @@ def _advise(array: npt.NDArray[Any], advice: int) -> None:
 def read_tensors(
     path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
 ) -> dict[str, Tensor]:
-    """Return the named tensors of a file, of any type; arguments and errors are as in :func:`map_arrays`."""
+    """Return the named tensors of a file as :func:`map_arrays`, but accept types that tables do not have."""
     with _opened(path, sha256, root) as local:
         read_header(local)  # checks its length
         return load_file(local)
@@ -169,7 +169,6 @@ def read_header(local: Path) -> bytes:
 
 @contextmanager
 def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
-    """Yield the local path of a file; fetch and verify a remote file. CheckpointError for a damaged file."""
     try:
         with storage.local_copy(path, sha256, root=root) as local, _reading(path):
             yield local

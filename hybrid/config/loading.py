@@ -164,7 +164,6 @@ def _keys_of(section: str) -> dict[str, Key]:
 
 
 def _unknown_key(section: str, name: str) -> ConfigError:
-    """Return the error for an unknown key ``name``, or for an unknown section if ``name`` is empty."""
     if not name and section not in SECTION_KEYS:
         near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
         hint = f"did you mean [{near}]?" if near else _HINT

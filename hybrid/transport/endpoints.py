@@ -76,7 +76,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Pass a lookup's gradients to the tables; return a future of the attached lookup's vectors, if any."""
+    """Pass gradients to the tables; return a future of the vectors of a further lookup, [] without one."""
     number, ticket, num_grads, attached_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
@@ -120,7 +120,7 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
     """Return the result of an object's method, or a :class:`Failure`; "close" also releases the object.
 
     Args:
-        method: name of a public method, or ``barrier.NAME`` for a method of the module's update barrier.
+        method: name of a public method, or ``barrier.NAME`` for a method of the object's UpdateBarrier.
     """
     use_configured_threads()
     try:

@@ -136,7 +136,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the converted response; RemoteError if the call raised, or errors of PendingTensors.wait."""
+        """Return the result; RemoteError if the call raised. Other errors are as in PendingTensors.wait."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()

@@ -89,7 +89,7 @@ class RemoteHosted(Remote[Kind]):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
-        """Start a call of a method of the module's update barrier."""
+        """Start a call of a method of the tables' or the net's :class:`UpdateBarrier`."""
         name = f"barrier.{method.__name__}"
         return Pending(self.role, _send(self.role, endpoints.invoke, self.number, name, args))
 
@@ -101,7 +101,7 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
-        """Start a lookup: by RPC for ``Purpose.TRAIN``, since autograd records it; otherwise by socket."""
+        """Start a lookup: by RPC for ``Purpose.TRAIN``, so that autograd records it; otherwise by socket."""
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
@@ -180,9 +180,9 @@ def start(
         store: the cluster's key-value store.
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
-        timeout_seconds: timeout of calls that do not set one, and of the waits for other roles.
-        constructors: ``partial(cls, ...)`` with arguments that only this process has. If another process
-            calls :func:`create` for ``cls``, this process adds the arguments of the call.
+        timeout_seconds: default timeout of calls, and of waits for other roles; doubled for calls of a step.
+        constructors: ``partial(cls, ...)`` with arguments that only this process has. A :func:`create` of
+            ``cls`` on this role calls the partial with the further arguments.
 
     Raises:
         ClusterError: a role does not connect, the interface has no address, or this process had another rank
@@ -241,7 +241,6 @@ def stop(timeout_seconds: float) -> None:
 
 
 def _leave(timeout_seconds: float) -> None:
-    """Leave the RPC group without the other roles, and close all sockets."""
     state = endpoints.running
     endpoints.running = ClusterState()
     try:

@@ -144,7 +144,7 @@ class _Peer:
 
         Raises:
             RejectionError: the proof is wrong, or the trainer is connected already.
-            OSError, ValueError, IndexError: there is no such trainer, or the peer sent no valid memory.
+            OSError, ValueError, IndexError: the peer is no trainer, sent no valid shared memory, or is gone.
         """
         index, random, proof = _HELLO.unpack(self._hello)
         trainer = own.topology.trainers[index]
