@@ -398,7 +398,7 @@ def remove(folder: StoragePath) -> None:
 def remove_after(run: StoragePath, step: int) -> None:
     """Remove unfinished checkpoints, checkpoints after ``step``, and all deltas.
 
-    Raise CheckpointError or StorageError if this fails.
+    Raise CheckpointError or StorageError if this fails, unless only unfinished checkpoints remain.
     """
     if isinstance(run, Path):
         refuse_link(run / DELTAS_FOLDER)

@@ -400,7 +400,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
-    """Return the ``grow`` call of a column, None if it does not grow; ConfigError if max_rows is too low."""
+    """Return the vocabulary of a column if it is ``grow``, else None; ConfigError if max_rows is too low."""
     column = _column(data, sections, name)
     call = column.vocabulary
     if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):
@@ -413,7 +413,7 @@ def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name
 
 
 def without_growth(vocabulary: str | None) -> str | None:
-    """Return ``vocabulary`` without the arguments of ``grow``: prepared data do not depend on them."""
+    """Return ``vocabulary``, without arguments if it is ``grow``: prepared data do not depend on them."""
     is_growing = vocabulary is not None and VOCABULARY_CALLS.parse("vocabulary", vocabulary).name == GROW
     return GROW if is_growing else vocabulary
 

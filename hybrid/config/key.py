@@ -131,10 +131,10 @@ class Key:
     def read(self, value: Any) -> Any:
         """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
-        If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. Text with a
-        comma is no single value, unless the key has ``signatures``. An integer becomes a float if the key is
-        a float. With ``takes_numbers``, numbers and booleans become text. A valid name with arguments gets
-        its canonical spelling, except in a list.
+        If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. A text with a
+        comma is not a single value: it may be meant as a list. This does not apply if arguments may have
+        commas (``signatures``). For a float key, an integer becomes a float. With ``takes_numbers``, numbers
+        and booleans become text. A valid name with arguments gets its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
@@ -163,7 +163,7 @@ class Key:
         return value if is_toml else text
 
     def read_unnamed(self, text: str) -> Any:
-        """Return the value of an argument without a name; a list needs no brackets, one text no quotes."""
+        """Return the value of an argument without a name. Brackets of a list, or quotes, may be missing."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.read(value if isinstance(value, list) or not self.is_list else text)
@@ -211,7 +211,7 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rule: Any) -> Key:
-    """Declare an argument, required if ``default`` is None; ``rule`` sets attributes of :class:`Key`."""
+    """Declare an argument in the value of a key, required if ``default`` is None; ``rule`` as in Key."""
     return Key(name, kind, is_list, default, "", **rule)
 
 

@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or if the master decides it."""
+    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or only for the master."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -69,7 +69,7 @@ def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 
 def select_role_settings(settings: Sequence[str]) -> list[str]:
-    """Return the ``--set`` of keys that may differ between roles; ConfigError if one names no key."""
+    """Return those ``--set`` texts whose keys may differ between roles; ConfigError if a key is unknown."""
     return [text for text in settings if _find(*_parse_override(text)[:2]).is_by_host]
 
 
@@ -195,7 +195,7 @@ def validate(config: RunConfig) -> None:
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the configuration as TOML text, which :func:`read_toml_text` reads as an equal one."""
+    """Return the configuration as a text from which :func:`read_toml_text` reads an equal configuration."""
     blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
     for kind in NAMED_KEYS:
         for name in getattr(config, kind):
@@ -206,7 +206,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values that a resumed run must keep, by dotted key; of some, only the name before "("."""
+    """Return by dotted key what a resumed run must keep: a value, or only its name, without arguments."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

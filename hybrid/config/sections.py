@@ -395,7 +395,7 @@ class ScheduleSection:
 
     @property
     def steps(self) -> int:
-        """The step at which the schedule ends; 0 for the end of the run, or if it does not end."""
+        """The step at which the schedule ends; 0 if it ends with the run, or has no end."""
         return int(self.call.arguments.get("steps", 0))
 
     @property

@@ -1,6 +1,6 @@
 """The rules between keys of a configuration.
 
-:func:`check_rules` is called before data are read. Others check single rules, for values of data or code.
+:func:`check_rules` is called before data are read, other functions also when data or model are known.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile, from 0, after ``steps_before``; ConfigError if the run is too short."""
+    """Return the steps to profile. The run starts at ``steps_before``; ConfigError if it is too short."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"
@@ -184,7 +184,7 @@ def check_columns(
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
     """Raise ConfigError if ``delimiter``, ``missing`` or the labels of [data] are invalid.
 
-    ``value_of`` converts labels, before labels of 1 and of 0 are compared.
+    A label may not mean both 1 and 0; labels are compared by the results of ``value_of``.
     """
     is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
     if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:
@@ -304,7 +304,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return the ``grow`` call of a table, None if fixed; ConfigError if columns or keys contradict it."""
+    """Return the columns' vocabulary if it is ``grow``, else None; ConfigError if keys contradict it."""
     calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):

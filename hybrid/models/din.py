@@ -6,7 +6,7 @@ For a candidate c, a user is the sum of the clicked items e_t, weighted by their
     user(c) = sum over t of  a(e_t, c) * e_t            a(e, c) = MLP([c, e, c - e, c * e])
 
 The weights are not normalized: a history with many relevant items shows a stronger interest than a history
-with one relevant item, and a softmax would make both equal. a() has the same inputs in the authors' code.
+with one relevant item, and a softmax would make both equal. The inputs of a() follow the authors' code.
 The activation of the authors, Dice, depends on the statistics of a batch. A ReLU replaces Dice here, so that
 the score of a sample does not depend on other samples.
 """
@@ -20,7 +20,7 @@ from hybrid.models.layers import output_mlp
 
 
 class InterestAttention(nn.Module):
-    """Sum of a history, weighted by relevance to a candidate; ``hidden`` are units of the relevance net."""
+    """Sum of a history, weighted by relevance to a candidate; ``hidden``: hidden units of the net a()."""
 
     def __init__(self, dim: int, hidden: Sequence[int] = (32,)) -> None:
         super().__init__()

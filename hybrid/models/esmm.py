@@ -36,7 +36,7 @@ class ESMM(nn.Module):
 def both_log_probabilities(click_B: Tensor, conversion_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logarithms of p(click and conversion) and of its complement, from the two logits.
 
-    Both are finite also where a probability rounds to 0 or 1, since 1 - pq = (1 - p) + p (1 - q).
+    Both are finite even if a probability rounds to 0 or 1.
     """
     log_click_B = F.logsigmoid(click_B)
     log_both_B = log_click_B + F.logsigmoid(conversion_B)

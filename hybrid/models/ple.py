@@ -24,7 +24,7 @@ class Extraction(nn.Module):
     """One layer of PLE, which returns a new vector for each task and a new shared vector.
 
     Args:
-        num_experts: number of experts of each task, and number of shared experts.
+        num_experts: number of experts of each task; there are as many shared experts.
         is_last: whether to leave out the shared output.
     """
 
@@ -60,7 +60,7 @@ class PLE(nn.Module):
     Args:
         width: E, the width of the inputs.
         task_outputs: the number of outputs of each of the K tasks: 1, or one per class.
-        num_experts: number of experts of each task in a layer, and number of shared experts in a layer.
+        num_experts: number of experts of each task in a layer; a layer has as many shared experts.
         layers: output width of the experts of each layer.
         tower: hidden units of the tower of each task.
     """

@@ -64,7 +64,7 @@ class ReferenceKeys:
         return admitted
 
     def sweep(self, step: int) -> None:
-        """Remove unread keys, and rows above the limit, from the few buckets whose turn is at ``step``."""
+        """Remove keys long unread, and rows above the limit, from a few groups of keys chosen by ``step``."""
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return

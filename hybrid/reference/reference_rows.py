@@ -1,8 +1,8 @@
 """Row optimizers of the reference, and rounding of rows to bfloat16.
 
 This module shares no code with ``kernels.py`` and ``row_optimizers.py``; the latter documents the equations.
-Optimizers of torch.optim update the rows of a step as if each row had a separate optimizer, or all rows with
-``all_rows``. Row-wise Adagrad and FTRL are written here, since torch does not have them.
+Optimizers of torch.optim update the rows of a step as if each row had a separate optimizer; with
+``all_rows``, they update all rows. Row-wise Adagrad and FTRL are written here, since torch lacks them.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def update_rows(
 ) -> None:
     """Take one optimizer step with the gradients of the distinct rows ``ids_U``, in place.
 
-    With ``all_rows``, all other rows take the step with gradients of zero.
+    With ``spec.all_rows``, all other rows take the step with gradients of zero.
 
     Args:
         rounded: for a bfloat16 table, a function that rounds new rows (U, D), given their ids (U,).

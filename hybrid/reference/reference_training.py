@@ -4,7 +4,7 @@ The reference shares no arithmetic with other packages. It uses autograd, ``F.em
 ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
 same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples of all
 trainers together, unless each trainer has its own net. The step takes one backward pass. The rows that a step
-reads are leaf tensors, so gradients have the size of these rows, not of the table (except with ``all_rows``).
+reads are leaf tensors, so gradients have the size of these rows, not of the table.
 """
 
 import copy
@@ -146,7 +146,7 @@ class Reference:
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of each parameter of a net, by name; states are {} before a step."""
+        """Return the optimizer state of each parameter of a net, by name; {} before its first step."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
     def _row_dtype(self, table: TableSpec) -> torch.dtype:

@@ -105,7 +105,7 @@ class Frames:
         return frame
 
     def receive(self, connection: socket.socket) -> bool:
-        """Receive available bytes; return whether there were any. OSError if the connection is closed."""
+        """Receive available bytes, maybe not all; return whether there were any. OSError if disconnected."""
         if self._end == len(self._received):  # grow by the bytes received, not by an announced length
             rest = memoryview(self._received)[self._start : self._end]
             buffer = bytearray(len(self._received) * (1 if self._start else 2))

@@ -127,7 +127,7 @@ class SocketClient:
         return reply
 
     def poll(self) -> None:
-        """Read the bytes that have arrived, unless another thread reads; do not wait."""
+        """Read bytes that have arrived, unless another thread reads; do not wait."""
         if self._receiving.acquire(blocking=False):
             try:
                 self._read()
@@ -145,7 +145,7 @@ class SocketClient:
                     reply.complete((), self._timeout_text)
 
     def _read(self) -> bool:
-        """Read the bytes that have arrived; return False if there were none and the connection is open."""
+        """Read bytes that have arrived; return False if there were none and the connection is open."""
         try:
             if not self._frames.receive(self._connection):
                 return False
