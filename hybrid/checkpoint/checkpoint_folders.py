@@ -314,8 +314,8 @@ def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
     """Copy the vocabulary ``source`` for a checkpoint, whose files are in ``folder``.
 
-    All checkpoints of a run share one copy, ``name``, in the run folder; then return {}. Elsewhere, copy into
-    ``folder``, and return the entry for the manifest. CheckpointError if the copy cannot be written.
+    All checkpoints of a run share one copy, ``name``, in the run folder; then return {}. Outside a run, copy
+    into ``folder``, and return the entry for the manifest. CheckpointError if the copy cannot be written.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:

@@ -1,8 +1,8 @@
 """Deltas of a run: the changes of its model since the last full checkpoint or delta, and their list.
 
-A delta is a folder ``deltas/step-N``, written like a checkpoint, but without optimizer state. It has changed
-rows, the dense nets, and the keys that lost their rows in growing tables. ``deltas/current.json`` lists the
-deltas, and is replaced after each new delta. docs/checkpoints.md describes the files.
+A delta is a folder ``deltas/step-N``, written like a checkpoint, but without optimizer state. It has the
+changed rows, the dense nets, and the keys that lost their rows in growing tables. ``deltas/current.json``
+lists the deltas, and is replaced after each new delta. docs/checkpoints.md describes the files.
 
 The identity of a model is a checksum of its step and the files of its checkpoint or delta. For a delta, it
 also covers the identity of the parent, which is the model that the delta changes.

@@ -132,8 +132,8 @@ class Key:
         """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
         If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. A text with a
-        comma is not a single value: it may be meant as a list. This does not apply if arguments may have
-        commas (``signatures``). For a float key, an integer becomes a float. With ``takes_numbers``, numbers
+        comma is not a single value, since it may be meant as a list; but it is with ``signatures``, since
+        arguments have commas. For a float key, an integer becomes a float. With ``takes_numbers``, numbers
         and booleans become text. A valid name with arguments gets its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:

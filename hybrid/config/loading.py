@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or only for the master."""
+    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or for the master only."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)

@@ -1,6 +1,6 @@
 """The rules between keys of a configuration.
 
-:func:`check_rules` is called before data are read, other functions also when data or model are known.
+:func:`check_rules` needs the configuration only. Other functions also check values of data or of a model.
 """
 
 import dataclasses
@@ -304,7 +304,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return the columns' vocabulary if it is ``grow``, else None; ConfigError if keys contradict it."""
+    """Return the columns' ``grow`` vocabulary, or None; ConfigError if columns differ, or keys conflict."""
     calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):

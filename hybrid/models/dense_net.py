@@ -22,7 +22,7 @@ class DenseNet(nn.Module):
     """A net of three stages: ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
     ``pooled_BE`` concatenates the pooled embeddings of the columns of ``data.sparse``, in this order. A
-    column with ``pooling = none`` has a sequence. ``num_outputs`` of built-in subclasses is O.
+    column with ``pooling = none`` has a sequence. In built-in subclasses, O is ``num_outputs``.
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:

@@ -19,11 +19,7 @@ from hybrid.models.layers import mlp, output_mlp
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """Dot products of selected pairs of vectors.
-
-    The gradient of a Gram matrix is symmetric, so the backward pass needs one matrix product. Autograd would
-    take two products and a scatter: 2.4 ms instead of 1.5 ms for 1024 x 27 vectors of width 16.
-    """
+    """Dot products of selected pairs. The backward pass takes one matrix product; autograd would take two."""
 
     @staticmethod
     def forward(ctx: Any, vectors_BND: Tensor, pairs_P: Tensor, pair_of_NN: Tensor) -> Tensor:

@@ -38,10 +38,9 @@ class Extraction(nn.Module):
         self.shared_gate = None if is_last else Gate(width, (num_tasks + 1) * num_experts)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return K tensors (B, H), and then a shared tensor unless this is the last layer.
+        """Map K tensors (B, E), then a shared tensor, to K tensors (B, H), then a shared tensor.
 
-        Args:
-            inputs: K tensors (B, E), and then the shared tensor.
+        The last layer returns no shared tensor.
         """
         shared_BNH = self.shared(inputs[-1])
         separate = [experts(inputs[task]) for task, experts in enumerate(self.own)]

@@ -64,7 +64,7 @@ class TowerInputs(nn.Module):
     """The interaction of the net "two_towers": the inputs of the user tower, then of the item tower.
 
     Args:
-        start, dim: position and width of the item's vector in ``pooled_BE``. All other inputs are the user's.
+        start, dim: first column and width of the item's vector in ``pooled_BE``; other inputs are the user's.
     """
 
     def __init__(self, start: int, dim: int) -> None:

@@ -33,7 +33,7 @@ class LinearTerm(nn.Module):
 class WideAndDeepInputs(nn.Module):
     """The interaction of Wide & Deep: the wide score in column 0, followed by the inputs of the deep net.
 
-    The vector of a feature is its embedding, followed by its weight. ``widths`` has their widths.
+    The vector of a feature is its embedding, followed by its weight; ``widths`` count both.
     """
 
     def __init__(self, widths: Sequence[int], num_dense: int) -> None:

@@ -101,7 +101,7 @@ def squared_norm(number: int, step: int) -> Future[float]:
 
 
 def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
-    """Construct an object, and keep it until its ``close`` is called; return None, or a failure."""
+    """Construct object ``number``, and keep it until its ``close`` is called; return None, or a failure."""
     use_configured_threads()
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
