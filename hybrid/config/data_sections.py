@@ -392,7 +392,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return the length of a sequence (pooling "none"), else 0; ConfigError if its ``max_ids`` is 0."""
+    """Return the length of a column's sequences, 0 if it is pooled; ConfigError for a length of 0."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)

@@ -201,7 +201,7 @@ class Key:
 
 
 def keys_of(section: Any) -> dict[str, Key]:
-    """Return the keys by name of a section: a dataclass whose fields :func:`option` declares."""
+    """Return the keys of a section by name; a section is a dataclass with fields of :func:`option`."""
     hints, keys = get_type_hints(section), {}
     for declared in dataclasses.fields(section):
         name, hint = declared.name, hints[declared.name]

@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 class Frames:
-    """Converts messages to frames and back, at one end of a connection, in one thread per direction.
+    """Converts messages to frames and back, at one end of a connection; one thread at a time per direction.
 
     Args:
         sending, receiving: ciphers of the two directions.
