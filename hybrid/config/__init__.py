@@ -1,8 +1,8 @@
 """The configuration of a run: keys, rules between keys, and TOML files. No module here imports torch.
 
 Start with ``sections``, ``data_sections``, ``table_sections`` and ``task_sections``: all keys with their
-defaults, rules and meanings. ``key`` defines a key, and values that are names with arguments. ``loading``
-reads TOML and ``--set`` into a ``RunConfig``, and ``validation`` has the rules between keys.
+defaults, rules and meanings. ``key`` has the classes of a key and of a value such as ``adam(eps = 1e-6)``.
+``loading`` reads TOML and ``--set`` into a ``RunConfig``, and ``validation`` has the rules between keys.
 """
 
 from hybrid.config.data_sections import ColumnSection as ColumnSection, DataSection as DataSection

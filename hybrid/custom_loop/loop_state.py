@@ -259,7 +259,7 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 
 
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
-    """Return whether ``value`` may replace ``current``; ``has_more`` permits new numbers in a dict."""
+    """Return whether ``value`` may replace ``current``; ``has_more``: a dict may have further numbers."""
     if isinstance(current, dict):
         return isinstance(value, dict) and all(
             name in _NOT_LOADED or ((has_more or name in current) and _fits(each, current.get(name, 0.0)))

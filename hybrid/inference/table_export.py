@@ -1,8 +1,8 @@
 """An export of tables: a checkpoint without optimizer state, which is written one shard at a time.
 
-The number of shards of a table is the lowest power of two for which a shard has :data:`SHARD_BYTES` or less,
-but at most the number of buckets. Later exports never have fewer shards. Shard ``i`` of ``n`` has the
-``i``-th of ``n`` ranges of rows, or of the buckets of a growing table.
+The number of shards of a table is a power of two, so that a shard has :data:`SHARD_BYTES` or less (with a key
+for each row), but at most the number of buckets. Later exports never have fewer shards. Shard ``i`` of ``n``
+has the ``i``-th of ``n`` ranges of rows, or of the buckets of a growing table.
 """
 
 import os

@@ -64,8 +64,8 @@ def load(
 
     Returns:
         A ``TrainedModule`` in evaluation mode. With ``module``, a copy of ``module`` in evaluation mode, with
-        ``nn.Embedding`` or ``nn.EmbeddingBag`` for each fixed table, and a module with the same arguments for
-        each growing table.
+        ``nn.Embedding`` or ``nn.EmbeddingBag`` for each fixed table, and for each growing table a module that
+        is called with the same arguments.
 
     Raises:
         CheckpointError, DataError: there is no checkpoint, or it is damaged, or of another module or version.
