@@ -81,11 +81,11 @@ class Backend:
         warnings.warn(message, stacklevel=2)
 
     def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        """Create the tables on the workers; ConfigError and DataError as :meth:`Cluster.distribute`."""
+        """Create the tables on the workers; :meth:`Cluster.distribute` lists the errors."""
         raise NotImplementedError
 
     def prepare_data(self) -> str:
-        """Prepare the data of the configuration; return their path or URL, for :func:`open_split`.
+        """Convert the data of section [data] to arrays, if not yet done; return their path or URL.
 
         Raises:
             ConfigError, DataError: the data cannot be prepared.
@@ -99,7 +99,7 @@ class Backend:
         """Write a checkpoint of a module and its tables.
 
         Args:
-            number: index of the module, as ``module_index`` of :class:`PlacedTables`.
+            number: the ``module_index`` of :class:`PlacedTables`.
             manifest: the manifest of the checkpoint, without its list of files.
             dense: states of the module and its optimizers (:func:`pack_dense`). Only trainer 0's are written.
 
@@ -125,7 +125,7 @@ _CONFIGURED = "is for configured runs only; leave it out"
 
 
 def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
-    """Return the update rules of a custom loop.
+    """Return the rules by which gradients of a custom loop become updates.
 
     Raises:
         ConfigError: a key does not apply to custom loops, or a decaying schedule lacks ``schedule.steps``.

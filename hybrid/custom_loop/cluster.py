@@ -113,7 +113,7 @@ class Cluster:
     def stream(self) -> StreamData:
         """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
-        All trainers call it together, before :meth:`resume`. It waits for the first rows, and fits the
+        All trainers call it together, before :meth:`resume`. The call waits for the first rows, and fits the
         encoding of columns on a sample. Batches have ``train.batch_size`` samples, fewer where a file ends.
 
         Raises:
@@ -129,9 +129,9 @@ class Cluster:
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, wrap the rest in DDP, and return the module to call.
 
-        All trainers call it together. All replicas get the parameters of trainer 0. Afterwards, all trainers
-        decide together in ``step()`` of a ``torch.optim`` optimizer of these parameters: ``train.clip_norm``
-        scales all gradients, also of tables, and ``train.non_finite`` may drop all of them.
+        All trainers call it together. All replicas get the parameters of trainer 0. All trainers take
+        each step of a ``torch.optim`` optimizer together: ``train.clip_norm`` then scales all gradients, of
+        parameters and tables, and ``train.non_finite`` may drop all of them.
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
@@ -161,8 +161,8 @@ class Cluster:
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
-                samples; or a result of :meth:`prepare` or :meth:`stream`. Numbers, texts and None are passed
-                on. A stream is read once: a further pass continues where the previous pass ended.
+                samples; or a result of :meth:`prepare` or :meth:`stream`. Numbers, texts and None in a
+                batch are yielded unchanged. A further pass over a stream continues where the last one ended.
             size: number of samples per batch over all trainers. By default, batches of an iterable keep their
                 sizes, a dict is one batch, and prepared data have batches of ``train.batch_size`` samples.
             whole: column with a group number per sample, for ranking losses; "group" for prepared data. The
@@ -248,7 +248,7 @@ class Cluster:
 
         Raises:
             ConfigError: there are weights, and ``train.micro_batches`` is not 1.
-            DataError: there is not one value, or valid weight, per sample.
+            DataError: the number of values or weights is not the number of samples, or a weight is invalid.
             NonFiniteError: the loss is not finite (``train.non_finite``).
             RuntimeError: there is no new batch, or the loss does not depend on the module; on a cluster, also
                 if the loss does not depend on each trained parameter.
@@ -259,8 +259,8 @@ class Cluster:
         """Return the mean over the values of all trainers; NaN if there are none. All trainers call it.
 
         Args:
-            values: of any shape. If it has an entry for each sample of this trainer's last slice, or of all
-                its slices in the pass, entries of copied samples (:meth:`batches`) are left out.
+            values: of any shape. If the first dimension has the samples of this trainer's last slice,
+                or of all its slices in the pass, entries of copied samples (:meth:`batches`) are left out.
         """
         values = self._require_loop().pass_sizes.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
@@ -286,8 +286,8 @@ class Cluster:
         The module is called with each batch, in evaluation mode and without gradients. It must return outputs
         (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
         there is one task ``label`` with binary labels and logits as outputs. After :meth:`resume`, the
-        checkpoint of the best evaluation by ``checkpoint.keep_best`` is kept. A restarted script gets the
-        results of earlier evaluations from its checkpoint.
+        checkpoint of the best evaluation is kept; ``checkpoint.keep_best`` names the metric. A restarted
+        script gets the results of earlier evaluations between passes from its checkpoint.
 
         Args:
             data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task. The
@@ -335,12 +335,12 @@ class Cluster:
     def resume(self, folder: str | StoragePath, *objects: Stateful, every_steps: int = 1000) -> None:
         """Continue from the newest checkpoint in a run folder, if any, and write further checkpoints.
 
-        Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
-        evaluation, at long waits for a stream, and at the end of a stream or of :meth:`epochs` (but not after
+        Call it before the first step. Checkpoints are written every ``every_steps`` steps, after the best
+        evaluation, in long waits for a stream, and at the end of a stream or of :meth:`epochs` (but not after
         ``break``). A failed write causes a warning; at the end, it is an error. The last
         ``checkpoint.keep_last`` checkpoints are kept. :meth:`batches` skips the batches before the
         checkpoint, so restarted and uninterrupted scripts have bit-identical results. ``hybrid run``
-        restarts the script if a role is lost. Under ``hybrid compare``, the call has no effect.
+        restarts the script if a process dies. Under ``hybrid compare``, the call has no effect.
 
         Args:
             folder: on storage that all hosts share.
@@ -442,7 +442,7 @@ class Cluster:
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
         """Write a checkpoint between two steps if one is due (see :meth:`resume`); remove old checkpoints.
 
-        If it cannot be written, there is a warning; for the last checkpoint, a CheckpointError.
+        A failed write causes a warning, or a CheckpointError if ``is_last``.
         """
         step = self.step
         if self._root is None or step == self._saved_step:
@@ -508,7 +508,7 @@ class Cluster:
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
 
-        After this call, the script must leave a running loop over training batches.
+        A loop over training batches cannot continue after this call: the script must leave it.
 
         Args:
             objects: the same objects as for :meth:`save`, in the same order, or none.
@@ -581,7 +581,7 @@ class Cluster:
 
 
 class Distributed(nn.Module):
-    """A distributed module, with the attributes of the script's module."""
+    """The module that :meth:`Cluster.distribute` returns; it has all attributes of the script's module."""
 
     module: Any  # the script's module
 

@@ -17,8 +17,8 @@ class Negatives:
 
     Args:
         number: number of draws per step, at most the number of items: more costs more than a full softmax.
-        log_q: logarithm of the probability of each item, (items,), up to a constant. Zeros draw uniformly,
-            ``hybrid.models.two_towers.log_popularity(...)`` by frequency. Items with -inf are never drawn.
+        log_q: logarithm of the probability of each item, (items,), up to a constant: zeros for uniform draws,
+            ``hybrid.models.two_towers.log_popularity(...)`` for draws by frequency, -inf for no draws.
 
     Raises:
         ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is empty, has NaN or inf,
@@ -36,7 +36,7 @@ class Negatives:
         self._cumulative_I = cumulative_I / cumulative_I[-1]
 
     def columns(self, name: str, seed: int, step: int) -> dict[str, Tensor]:
-        """Return the columns of a step: N ids as ``name``, and the ``log_q`` of these as ``name.log_q``."""
+        """Return the columns of a step: ids (N,) as ``name``, and the ids' ``log_q`` as ``name.log_q``."""
         counters_N = np.arange(self._number, dtype=np.uint64)
         counters_N += next_random(np.array([random_salt(seed, name)], np.uint64) + np.uint64(step))
         bits_N = splitmix64(counters_N) >> np.uint64(11)

@@ -4,7 +4,7 @@ The workers hold and update the rows, so rows are no parameters of the module. D
 call its tables.
 
 Each table has an optimizer from a function below, which raises ValueError for an argument out of range, such
-as ``eps=0``. Arguments that ``torch.optim`` also has are named as there, where ``Momentum`` is ``SGD``.
+as ``eps=0``. Arguments are named as in ``torch.optim``, where it has them; its ``SGD`` is also ``Momentum``.
 With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step
 updates only the rows that its batch reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
@@ -138,8 +138,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: addresses, layouts and version counters of the tensors. While this call exists, a later call has
-            an equal key only if it has the same tensors, without a change in place.
+        key: identifies the table and the tensors. While this call exists, a later call has an equal key only
+            if it has the same tensors, and none has been changed in place.
     """
 
     module: TableModule
@@ -167,8 +167,8 @@ class TableModule(nn.Module):
     Args:
         num_embeddings: number of rows; None for a growing table.
         embedding_dim: width of a row.
-        growing: if set, the table adds a row for each new id; an id is any 64-bit integer. True, or a
-            ``hybrid.Growth`` with rules for adding and evicting rows.
+        growing: True, or a ``hybrid.Growth`` with rules for adding and evicting rows, for a table that adds a
+            row for each new id. An id is then any 64-bit integer.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
         padding_idx: id of padding, whose vector is zeros; bags skip it.
         init_scale: scale of the initial rows; by default 1 / sqrt(rows). A growing table takes ``max_rows``
@@ -312,7 +312,7 @@ class TableModule(nn.Module):
         return self.__dict__
 
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
-        """Return one call per column in ``ids``, with the weights from the column in ``weights``.
+        """Return one call for each column in ``ids``, with the column at its index in ``weights``, if any.
 
         In training, missing columns are a DataError; in evaluation, their calls are left out.
         """
@@ -328,7 +328,7 @@ class TableModule(nn.Module):
         return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
-        """Return the lookup of a call without padding: flat int64 ids on the CPU, and the layout of bags."""
+        """Return the lookup of a call, without padding: the table's name, and row numbers or keys in bags."""
         # Bags that the module pools itself have flat ids without offsets.
         if self.pooling is None or (call.offsets is None and call.ids.dim() == 1):
             is_padding = self._is_padding(call.ids)
@@ -454,7 +454,7 @@ class EmbeddingBag(TableModule):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | Jagged | None = None,
     ) -> Tensor:
-        """Return a vector for each bag, (bags, D); errors are those of :meth:`Embedding.forward` and below.
+        """Return a vector for each bag, (bags, D). :meth:`Embedding.forward` lists further errors.
 
         Args:
             ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
@@ -463,7 +463,7 @@ class EmbeddingBag(TableModule):
                 require gradients, the trainer looks up the rows in this call, and pools them.
 
         Raises:
-            DataError, ValueError: the arguments do not match, or ``mode`` permits no weights.
+            DataError, ValueError: the arguments do not match, or there are weights and ``mode`` is not "sum".
         """
         call = self.call(ids, offsets, per_sample_weights)
         if call.weights is None or not (call.weights.requires_grad and torch.is_grad_enabled()):

@@ -4,8 +4,8 @@ A batch is a structure of dicts, lists and tuples whose tensors have samples as 
 :class:`Jagged` has any number of values per sample. Numbers, texts and None belong to the whole batch. All
 trainers iterate over the same global batches. Each trainer takes a contiguous slice. An empty slice is padded
 with a sample of another slice, since modules need not accept empty batches. Padding has no effect on the
-loss, and looks up only rows that the batch reads anyway. If groups must not be split, a group belongs to the
-batch and the slice whose range has its last sample (``hybrid/primitives/grouping.py``).
+loss, and looks up only rows that the batch reads anyway. If groups must not be split, the last sample of a
+group decides which batch and slice get the group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PassSizes:
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Leave out padding if ``values`` have one entry per sample of the last slice, or of all slices."""
+        """Drop the padding of ``values`` if they are as long as the last padded slice, or all slices."""
         if not self.is_padded or not values.dim():
             return values
         for slices in (self.sizes[-1:], self.sizes):
@@ -87,10 +87,10 @@ class LocalBatch:
     """One trainer's slice of a global batch.
 
     Args:
-        values: the slice, in the structure of the script's batches; for an empty slice, another sample.
+        values: the slice, in the structure of the script's batches; padded with one sample if it is empty.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        checksum: :func:`checksum` of the global batch; 0 for one trainer, or if each reads only its slice.
+        checksum: :func:`checksum` of the global batch; 0 with one trainer, or if trainers read slices only.
         drawn: the columns of :class:`Negatives`, equal on all trainers and in all micro-batches.
     """
 
@@ -103,7 +103,7 @@ class LocalBatch:
 
     @cached_property
     def columns(self) -> Any:
-        """The values and the drawn columns; DataError if two have one name, or ``values`` is no dict."""
+        """``values`` and ``drawn`` in one dict; DataError if names repeat. Without ``drawn``, ``values``."""
         if not self.drawn:
             return self.values
         if not isinstance(self.values, Mapping) or self.drawn.keys() & self.values.keys():
@@ -132,7 +132,7 @@ class LocalBatch:
 
     @cached_property
     def calls(self) -> list[TableCall]:
-        """One call of a table for each column in the table's ``ids``; looked up before the module runs."""
+        """The calls that are looked up before the module runs: one per column in the ``ids`` of a table."""
         return self._calls(self.device_columns)
 
     def _calls(self, values: Any) -> list[TableCall]:
@@ -179,7 +179,7 @@ def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBat
 
 
 def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
-    """Yield the batches of a dict, tensor or :class:`Jagged` with all samples, or of an iterable of batches.
+    """Yield the batches in ``data``, one batch or an iterable of batches, cut to ``slicing.size`` if set.
 
     Raises:
         DataError: ``data`` has another type, batches cannot be joined, or a group is larger than a batch.
@@ -283,7 +283,7 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``, or of batches in a sequence of batches; -1 if unknown."""
+    """Return the number of samples in ``data``; for a list of batches, their number; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     if isinstance(data, DataLoader):
@@ -304,7 +304,7 @@ def division(data: Any, slicing: Slicing) -> tuple[int, int]:
 
 
 def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
-    """Yield all batches; cut batch ``num_steps`` to ``size``, so ``hybrid compare`` tests a small batch."""
+    """Yield all batches; for ``hybrid compare``, cut batch ``num_steps`` to ``size`` samples if not 0."""
     for number, batch in enumerate(batches, 1):
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 
@@ -340,9 +340,8 @@ def _of_json(code: list[tuple[str, list[Any]]]) -> Column:
 def checksum(batch: Any, number: int) -> int:
     """Return a checksum of a batch, which is the batch with index ``number`` in its pass.
 
-    For speed, the checksum covers all tensors of the first batch, and one tensor in turn of each later batch.
-    It covers no lists. For a tensor of 8 KiB or more, it covers the sum of all 64-bit words, which detects
-    changed values. It also covers evenly spaced words, which detect most changes of the order.
+    For speed, the checksum covers all tensors of the first batch, but only one tensor of each later batch.
+    For a tensor of 8 KiB or more, it detects most changes of the order of values, but not all.
     """
     columns = [
         [c] if isinstance(c, Tensor) else c for _, c in _columns(batch) if isinstance(c, Tensor | Jagged)
@@ -378,10 +377,10 @@ def _columns(batch: Any) -> list[tuple[str, Any]]:
 
 
 def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") -> Any:
-    """Apply ``function`` to each column of batches of one structure; return the results in this structure.
+    """Return a batch like ``batches``, with the results of ``function`` in place of the columns.
 
-    The arguments are the path of the column, and its value in each batch. A column is a tensor, a
-    :class:`Jagged`, or a list or tuple of texts or numbers. A scalar, a text or None is returned unchanged.
+    The arguments are the path of a column, and the column of each batch. A column is a tensor, a
+    :class:`Jagged`, or a list or tuple of texts or numbers. Scalars, single texts and None stay as they are.
 
     Raises:
         DataError: the batches differ in structure, or in a scalar or text; or a value has another type.
@@ -426,7 +425,7 @@ def _keys(batch: Any) -> Any:
 
 
 class EncodedData:
-    """Encoded samples of the section [data]. A batch (:meth:`Cluster.batches`) is a dict of these columns:
+    """Samples that section [data] describes. A batch (:meth:`Cluster.batches`) is a dict of these columns:
 
     ================ ===================================================================================
     ``dense``        numeric columns, (samples, columns)

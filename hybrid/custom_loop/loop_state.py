@@ -72,7 +72,7 @@ class PassHistory:
     Attributes:
         now: the progress so far.
         before: the progress in the checkpoint; without a checkpoint, the progress of a new script.
-        is_recorded: whether lengths and evaluations are recorded for a restart of the script: after
+        is_recorded: whether ``now`` gets the lengths of data and results of evaluations, for a restart: after
             ``cluster.resume``, unless the script reads from a stream.
     """
 
@@ -158,7 +158,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return settings of optimizers and schedulers, and with dropout the number of trainers, as text."""
+    """Return settings of optimizers and schedulers, and for nets with dropout the number of trainers."""
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
         state: dict[str, Any] = each.state_dict()

@@ -38,10 +38,10 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if an optimizer's rate has changed since its first step, and the rates of tables are constant.
+        """Warn if a learning rate has changed since the optimizer's first step, but [schedule] is constant.
 
         Raises:
-            RuntimeError: the momentum or the betas have changed, while those of a table cannot change.
+            RuntimeError: the momentum or the betas have changed, and the optimizer of a table has momentum.
         """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]

@@ -20,7 +20,7 @@ _FIELDS = {*NO_NUMBERS, "step", "time"}
 
 
 class ScriptLog:
-    """The log of a script that starts, or resumes after ``step`` steps. Later records are deleted.
+    """The log of a script that starts, or resumes after ``step`` steps. Records of later steps are deleted.
 
     Raises:
         ConfigError: a logger of the configuration cannot be loaded (:class:`RunLoggers`).
@@ -41,10 +41,10 @@ class ScriptLog:
         self._loggers.start(folder.name, folder, step)
 
     def append(self, step: int, values: Mapping[str, float], is_repeated: bool) -> None:
-        """Append the values of a step; at the checkpoint's step, only if no earlier record has their names.
+        """Append the values of a step; skip values of the resumed step whose names are recorded already.
 
         Args:
-            is_repeated: whether the script repeats calls that precede the checkpoint.
+            is_repeated: whether the script repeats calls before its checkpoint; then, all records count.
 
         Raises:
             ValueError: a value has the name of a field that all records have, such as ``step``.

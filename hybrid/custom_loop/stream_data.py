@@ -76,7 +76,7 @@ class StreamData(EncodedData):
 
         Args:
             step: number of steps taken.
-            before_wait: called once in a long wait for the next unit.
+            before_wait: called once if the wait for the next unit is long.
         """
         cursor, was_waiting = self._cursor, False
         while not self._has_rows():
@@ -111,7 +111,7 @@ class StreamData(EncodedData):
             yield LocalBatch(values, size, batch.global_size, slicing)
 
     def end_part(self, step: int) -> None:
-        """Count the steps up to ``step``. End the unit if it had fewer steps than :meth:`open` expected."""
+        """Move the position to ``step``. End the unit if it had fewer steps than :meth:`open` expected."""
         self._advance(step)
         if self._cursor.num_ready:  # the rows of the unit have ended earlier
             self._end_unit()
@@ -168,7 +168,7 @@ class StreamData(EncodedData):
             check_unchanged(self._cursor.unit.files)
 
     def scale_as(self, stored: Checkpoint) -> None:
-        """Scale numeric columns as in a checkpoint, if the checkpoint has an encoder."""
+        """Scale numeric columns by the values fitted in a checkpoint, if it has an encoder."""
         if storage.exists(stored.files_folder / FILE_NAME):
             before = FeatureEncoder.load(stored.files_folder, with_values=False)
             self._set_encoder(with_scaling_of(self.config, before, self._encoder))

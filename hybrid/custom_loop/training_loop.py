@@ -4,7 +4,7 @@
 
     next batch        send the lookups of the columns that tables name in ``ids``
     model(batch)      a call of a table takes the vectors of these columns, or looks up other ids now
-    cluster.backward  gradients of the mean over all trainers; those of vectors are sent to the workers
+    cluster.backward  gradients of the mean over all trainers; the workers get the gradients of vectors
     optimizer.step    a hook: all trainers together clip or drop gradients, before the update
 
 ``step_states.py`` has the states between these calls, and the calls that each state permits.
@@ -89,7 +89,7 @@ def _call_before_steps() -> None:
 
 @dataclass(slots=True)
 class CallVectors:
-    """The vectors of a call of a table."""
+    """The vectors that a call of a table returns."""
 
     call: TableCall  # keeps its tensors, so that no other call gets its key
     vectors: Tensor
@@ -272,7 +272,7 @@ class TrainingLoop:
         return (replace(each, drawn=drawn(step)) for step, each in enumerate(slices, self.step))
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
-        """Yield batches; before each, seed the CPU generators, so data sets draw alike on all trainers."""
+        """Yield batches; seed the CPU generators before each, so that all trainers draw the same numbers."""
         for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
@@ -285,7 +285,7 @@ class TrainingLoop:
         """Yield the columns of each micro-batch, and call ``before_step`` before each step.
 
         Raises:
-            RuntimeError: the script did not train on a micro-batch, or a load or a new pass ended the pass.
+            RuntimeError: the script did not train on a micro-batch, called ``load``, or began another pass.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
@@ -334,7 +334,7 @@ class TrainingLoop:
         return Ticket(self._backend.trainer, self.step, self.step, purpose=Purpose.PREDICT)
 
     def vectors(self, call: TableCall) -> Tensor:
-        """Return the vectors of a call of a table, (ids or bags, D), on the device.
+        """Return the vectors of a call of a table, on the device: one per bag, or per id that is no padding.
 
         They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, a change
         in place does not change the vectors of another call.
@@ -373,11 +373,11 @@ class TrainingLoop:
     def module_to_call(self, inputs: Any) -> nn.Module:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
-        If the last batch of the pass is smaller than the first, the call for the first batch also tests a
-        copy of the module with as many samples as this trainer gets of the last batch.
+        On a cluster, the first call also tests whether a copy of the module accepts the few samples that
+        this trainer gets of a smaller last batch.
 
         Raises:
-            DataError: the copy fails with so few samples, but not with the first batch.
+            DataError: the copy fails with the few samples, but not with the samples of the first batch.
         """
         last, self._last_size = self._last_size, 0
         batch = None if self._training is None else self._training.batch
@@ -422,7 +422,7 @@ class TrainingLoop:
             current.prefetched = None
 
     def _use(self, current: CurrentBatch, lookup: Lookup, calls: Sequence[TableCall]) -> None:
-        """Wait for the vectors of a lookup, and add them to the batch by the keys of the ``calls``."""
+        """Wait for the vectors of a lookup, and store them in ``current``, one tensor per call."""
         *vectors, zero = lookup.outputs()
         current.zeros.append(zero)
         if zero.grad_fn is not None:
@@ -438,7 +438,7 @@ class TrainingLoop:
         return torch.cat([self._tables.lookup(request, ticket).outputs()[0] for request in requests])
 
     def backward(self, terms: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Compute the gradients of a sum of weighted means; for errors, see :meth:`Cluster.backward`.
+        """Compute the gradients of a sum of weighted means. :meth:`Cluster.backward` lists the errors.
 
         Args:
             terms: for each mean, the values per sample, and the weights or None.
@@ -488,7 +488,7 @@ class TrainingLoop:
         self.advance(step_states.ADD_GRADIENT)
 
     def _local_loss(self, terms: Sequence[tuple[Tensor, Tensor | None]], batch: LocalBatch) -> Tensor:
-        """Return this trainer's summand of the sum of the means; DataError for invalid values or weights."""
+        """Return this trainer's summand of the global loss; DataError for invalid values or weights."""
         summands = []
         for values, weights in terms:
             values_B = values.reshape(-1)
@@ -522,8 +522,8 @@ class TrainingLoop:
 
         Raises:
             NonFiniteError: a gradient is not finite (``train.non_finite``).
-            RuntimeError: there are no gradients of a new batch, or the optimizer has further parameters, or a
-                momentum that has changed (:meth:`LoopWarnings.check_settings`).
+            RuntimeError: there are no gradients of a new batch, or the optimizer has parameters outside the
+                module, or its momentum has changed and a table has momentum.
         """
         module_ids = {id(parameter) for parameter in self.model.net.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
