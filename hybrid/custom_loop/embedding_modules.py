@@ -3,8 +3,8 @@
 The workers hold and update the rows, so rows are no parameters of the module. Distribute a module before you
 call its tables.
 
-Each table has an optimizer from a function below, which raises ValueError for an argument out of range, such
-as ``eps=0``. Arguments are named as in ``torch.optim``, where it has them; its ``SGD`` is also ``Momentum``.
+Each table has an optimizer from a function below, which raises ValueError for an argument out of range.
+Arguments are named as in ``torch.optim``, where it has them; its ``SGD`` with momentum is ``Momentum`` here.
 With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step
 updates only the rows that its batch reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """

@@ -72,7 +72,7 @@ class CustomModule(TrainedModule):
         self.eval()
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Call the module, with all columns; HybridError if its outputs do not fit the tasks."""
+        """Return the outputs of the module for a batch; HybridError if their shape does not fit the tasks."""
         first = columns[self.inputs[0].name]
         size = first.offsets.shape[0] - 1 if isinstance(first, Jagged) else first.shape[0]
         outputs: Tensor = self.module({DENSE: torch.zeros(size, 0), **columns})
@@ -84,10 +84,10 @@ class CustomModule(TrainedModule):
 
 
 class StoredTable(nn.Module):
-    """A module that replaces ``table`` for inference, with equal arguments and results, and stored rows.
+    """The replacement of ``table`` for inference: a call has the same arguments and results, without workers.
 
     Args:
-        rows: a module that returns vectors (ids, D) for ids (ids,), or for keys if ``table`` grows.
+        rows: a module that returns the stored rows (ids, D) of ids (ids,), or of keys if ``table`` grows.
     """
 
     def __init__(self, table: TableModule, rows: nn.Module, dtype: torch.dtype) -> None:

@@ -37,9 +37,9 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
     """Yield the model of a run as it trains, until the run ends.
 
     The run needs ``checkpoint.deltas``. The first module is read from a checkpoint. Each further iteration
-    waits for deltas, applies all new ones to this module, and yields the module again. A new module is
-    yielded if the run was resumed, or has already removed the next delta. ``step`` and ``taken_at`` of the
-    module belong to its current parameters.
+    waits for deltas, applies all new deltas to this module, and yields the module again. If the run was
+    resumed, or has removed a delta that the module needs, a new module is read from a checkpoint. The
+    attributes ``step`` and ``taken_at`` belong to the current parameters.
 
     Args:
         run: a run folder or its URL; the run may start later.
@@ -62,7 +62,7 @@ def follow_changes(
     The changes of a new module are those since its checkpoint.
 
     Args:
-        in_memory: whether tables are in memory and receive the changes; otherwise their rows never change.
+        in_memory: whether tables are in memory and get the changes; otherwise they stay as in the checkpoint.
     """
     follower: _Follower | None = None
     while True:
@@ -88,7 +88,7 @@ def follow_changes(
 
 
 class _Follower:
-    """A module that applies the deltas of a run, and the identity of its current version."""
+    """The module that :func:`follow_changes` yields, and its current version."""
 
     def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool, in_memory: bool) -> None:
         self._run, self._in_memory = run, in_memory

@@ -22,7 +22,7 @@ class Items:
     """All items of a model, in the order of their rows in the item table.
 
     Args:
-        key: the option of the command that needs items; errors name it.
+        key: the command-line option that needs items; errors name this option.
 
     Raises:
         ConfigError: the model has no retrieval task.
@@ -42,7 +42,7 @@ class Items:
 
     @cached_property
     def names(self) -> pa.LargeStringArray:
-        """The value of each item in the input; ConfigError if the model does not store these values."""
+        """The name of each item in the training data; ConfigError if the model does not store names."""
         encoding = self._encoder.sparse[self._ranking.feature]
         if encoding.values is None:
             rule = (
@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Return ``predictions`` with the rank of a sample's item as output (:meth:`ItemRanking.ranks`)."""
+        """Return ``predictions`` with the rank of each sample's item as output: :meth:`ItemRanking.ranks`."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
@@ -77,7 +77,7 @@ class Items:
         return dict(zip(SEARCHED, lists, strict=True))
 
     def write(self, folder: Path) -> list[str]:
-        """Write names and vectors as Parquet; return [its file name]. ConfigError if names are not stored."""
+        """Write names and vectors to a Parquet file; return its name. ConfigError if names are not stored."""
         values = pa.array(self.vectors_ID.float().flatten().numpy())
         vectors = pa.FixedSizeListArray.from_arrays(values, self.vectors_ID.shape[1])
         pq.write_table(pa.table({"item": self.names, "vector": vectors}), folder / ITEMS_FILE)

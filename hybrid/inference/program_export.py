@@ -54,8 +54,8 @@ class _PlainTensors(nn.Module):
 def export_program(model: TrainedModule) -> ExportedProgram:
     """Export a model as a program on plain tensors, for any number of samples and ids.
 
-    The program computes in the data type of the nets. The model is changed: ``model.autocast`` becomes None,
-    and the parameters of the model no longer require gradients. HybridError if torch cannot export a net.
+    The program computes in ``train.dtype``. The model is changed: ``model.autocast`` becomes None, and the
+    parameters no longer require gradients. HybridError if torch cannot export the net.
     """
     model.autocast = None
     samples = Dim("samples")

@@ -37,7 +37,7 @@ _BLOCK_ROWS = 1 << 16  # rows per block of a prepared data set
 
 
 class RowBlock(NamedTuple):
-    """B rows of the input."""
+    """A block of B encoded rows of the input."""
 
     batch: Batch  # the encoded values; the labels are NaN if they are not read
     # The number of each row in the input: from 0, over all files. Invalid rows are counted.
@@ -68,7 +68,7 @@ def held_out_rows(
     """Return the test rows of a model's run; prepare the data again if they are no longer cached.
 
     Args:
-        passthrough: columns of the files to return unchanged: pairs (option that names the column, column).
+        passthrough: columns of the files to return unchanged, each as (command-line option, column).
 
     Raises:
         ConfigError: the run has no test rows, or no files with the columns to pass through.
@@ -100,7 +100,7 @@ def _layout(
     with_labels: bool = False,
     passthrough: Sequence[tuple[str, str]] = (),
 ) -> Layout:
-    """Return the layout by which a model reads ``files``; if there are none, a table in memory."""
+    """Return the columns that a model reads from ``files``; without files, from a table in memory."""
     config = trained.config
     data = create_file_section(config, files, trained.encoder.input_spec)
     if not files:  # a table in memory has the columns of side tables

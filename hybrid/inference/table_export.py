@@ -45,7 +45,7 @@ class TableExport:
     """The tables of a model. Each call of :meth:`write` exports them with all changes so far.
 
     The rows come from the files of the model's checkpoint at first, and later from the files of the last
-    export. These files stay mapped, so other processes may remove them.
+    export. These files stay mapped, so they may be deleted in the meantime.
 
     Args:
         dtype: data type of the exported rows; None for the data type in the checkpoint.
@@ -100,7 +100,7 @@ class TableExport:
     def _write_table(
         self, table: TableSpec, changes: Sequence[ChangedRows], folder: Path, last: Path | None
     ) -> Files:
-        """Write the shards of a table, and map them instead of the previous shards."""
+        """Write the shards of a table; from now on, read its rows from these shards."""
         shards, count = self._shards[table.name], self._num_shards(table, changes)
         total = table.num_rows if table.growth is None else NUM_BUCKETS
         files: Files = {}
@@ -137,7 +137,7 @@ class TableExport:
         return self._dtype or self.model.row_dtype(table)
 
     def _read(self, table: TableSpec, part: range, changes: Sequence[ChangedRows]) -> dict[str, Tensor]:
-        """Return the rows in ``part`` (:func:`_select`) with ``changes``; for a growing table, also keys."""
+        """Return the shard ``part`` of a table, with ``changes``: its rows and, if the table grows, keys."""
         shards, dtype = self._shards[table.name], self._row_dtype(table)
         if table.growth is None:
             mapped = MappedRows(shards, table.num_rows, self._has_ranges)

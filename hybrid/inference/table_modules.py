@@ -1,6 +1,6 @@
 """Tables of a checkpoint as modules: growing tables in memory, and any tables in memory-mapped files.
 
-For a key without a row, ``TableSpec.growth`` selects what a growing table returns: the initial row, or zeros.
+For a key without a row, a growing table returns the initial row, or zeros (``unknown`` of ``Growth``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +90,7 @@ class MappedTable(nn.Module):
     """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
 
     Args:
-        read: function that returns rows as "weight", for row numbers, or for keys of a growing table.
+        read: function from row numbers, or keys of a growing table, to a dict with the rows as "weight".
         dtype: data type of the vectors; ``to`` changes it, as it does for tables in memory.
     """
 
@@ -109,14 +109,14 @@ class MappedTable(nn.Module):
         return torch.from_numpy(np.concatenate([shard["keys"] for shard in self.shards]))
 
     def forward(self, ids_L: Tensor) -> Tensor:
-        """Return vectors (ids, D)."""
+        """Return vectors (ids, D); the ids of a growing table are keys."""
         return torch.from_numpy(self._read(ids_L.numpy())["weight"]).to(self.empty.dtype)
 
 
 def read_by_key(
     keys_L: npt.NDArray[np.int64], shards: Shards, table: TableSpec, seed: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the vectors of keys, (keys, D), as "weight", from the mapped shards of a growing table."""
+    """Return a dict with the vectors of keys as "weight", (keys, D), from shards of a growing table."""
     unsigned_U, inverse_L = np.unique(keys_L.view(np.uint64), return_inverse=True)
     keys_U = unsigned_U.view(np.int64)  # in the order of the shards
     vectors_UD = np.zeros((len(keys_U), table.dim), to_floats(shards[0]["weight"][:0]).dtype)
@@ -139,7 +139,7 @@ def _has_zeros(table: TableSpec) -> bool:
 
 
 def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
-    """Return the random initial rows of keys, as on workers, by operators that torch can export."""
+    """Compute the random initial rows that workers give to keys, by operators that torch can export."""
     counter_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim)
     hashes_UD = hash_ids((counter_UD + _signed(random_salt(seed, table.name))) * _STEP)
     values_UD = _shift(hashes_UD, 40).to(torch.float32) * 2**-24
@@ -160,6 +160,5 @@ def hash_ids(ids: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift the bits of int64 numbers to the right, with zeros from the left."""
     shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
     return shifted

@@ -134,7 +134,7 @@ class TrainedModule(nn.Module):
 
     Args:
         tables: the tables, with names as in the checkpoint.
-        sequences: indices of the sequence features.
+        sequences: indices of the sparse columns in which the order of ids may matter.
         in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
 
     Raises:
@@ -142,9 +142,9 @@ class TrainedModule(nn.Module):
 
     Attributes:
         inputs: the plain tensors of a batch, in order.
-        tables: one module per table, which returns vectors for ids. The ids of a growing table are keys.
-        growing_tables: the names of the tables whose ids are keys.
-        autocast: lower precision for operations of the nets where it is safe, or None.
+        tables: one module per table, which returns vectors for ids, or for keys if the table grows.
+        growing_tables: the names of the tables that grow.
+        autocast: lower precision of the nets, as for ``torch.autocast``, or None.
         dense_states: the parameters of the dense nets, by the names of their files.
         step: number of steps after which the run had this model.
         taken_at: for :func:`hybrid.follow`, when this step had ended, in seconds since 1970; else NaN.
@@ -211,7 +211,7 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1. Input bags are Jagged."""
+        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1. Give bags as Jagged."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
@@ -318,7 +318,7 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 
     Args:
         rows_LD: the rows of all bags, one bag after another.
-        offsets: int64 of shape (bags + 1), where each bag starts.
+        offsets: int64 of shape (bags + 1): the start of each bag, and the end.
     """
     num_bags = offsets.shape[0] - 1
     bags_LD = _bag_indices(offsets, rows_LD.shape[0]).unsqueeze(1).expand(-1, rows_LD.shape[1])
@@ -332,10 +332,9 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 
 
 def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
-    """Return the first ``length`` rows of each bag, padded with zeros, and the number of these rows.
+    """Return one vector per bag, (bags, length * D + 1): its first ``length`` rows, and their number.
 
-    ``rows_LD`` and ``offsets`` are as for :func:`pool_bags`. The result has the shape (bags, length * D + 1).
-    The number is in the last column.
+    Missing rows are zeros. ``rows_LD`` and ``offsets`` are as for :func:`pool_bags`.
     """
     num_bags, dim = offsets.shape[0] - 1, rows_LD.shape[1]
     bag_L = _bag_indices(offsets, rows_LD.shape[0])
@@ -349,7 +348,7 @@ def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
 
 
 def _bag_indices(offsets: Tensor, num_rows: int) -> Tensor:
-    """Return the index of each row's bag: the number of bags that end at or before the row."""
+    """Return the index of each row's bag."""
     ends = offsets.new_zeros(num_rows + 1).scatter_add(0, offsets[1:], torch.ones_like(offsets[1:]))
     return ends.cumsum(0)[:-1]
 
@@ -380,7 +379,7 @@ def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[st
 
 
 def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> dict[str, Tensor]:
-    """Return predictions as float64 columns of a file; C classes have C columns like ``probability.0``."""
+    """Return float64 predictions (N,) by column name; each class has a column, such as ``probability.0``."""
     columns: dict[str, Tensor] = {}
     for name, task, outputs in _by_task(tasks, outputs_NO):
         values_NC = compute_predictions(task, outputs)

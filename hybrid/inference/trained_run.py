@@ -46,9 +46,9 @@ class TrainedRun:
         """Read the best checkpoint of a run, or a given checkpoint or export.
 
         Args:
-            warn: receives one line about all damaged checkpoints that are skipped.
-            trust_code: whether to use code and data paths of a run that the user has not signed.
-            uses_data: whether the caller will read the data of the run, whose paths must be signed, too.
+            warn: receives a message if damaged checkpoints are skipped.
+            trust_code: whether the user trusts the code and data paths of the run without a signature.
+            uses_data: whether the caller will read the run's data; if so, their paths need a signature.
 
         Raises:
             CheckpointError, DataError: there is no checkpoint, or it is damaged, or has no valid encoder.
@@ -101,7 +101,7 @@ class TrainedRun:
         return net, remote_net
 
     def _check_shapes(self, files: dict[str, dict[str, Tensor]]) -> None:
-        """Raise CheckpointError if files do not fit built-in nets, before huge nets take memory."""
+        """Raise CheckpointError if a built-in net would not fit the files; allocate no memory for the net."""
         arguments = self.config.dense.net_call.arguments
         layers = max(arguments.get(name, 0) for name in ("cross_layers", "experts", "blocks"))
         num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
