@@ -31,7 +31,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
-    """Raise ConfigError for a listwise loss with labels below 0; for any ranking loss, check group sizes."""
+    """Raise ConfigError or DataError if the labels or groups of ``dataset`` do not suit a ranking loss."""
     for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
         if task.ranking_loss.startswith("listwise") and labels.lowest is not None and labels.lowest < 0:
             rule = f"takes labels of at least 0, and a training row has {labels.lowest:g}; try pairwise"
@@ -41,7 +41,7 @@ def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedData
 
 
 def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
-    """Raise DataError if the data set has no order by group, or a group is larger than a batch."""
+    """Raise DataError if the data set has no groups of training rows, or a group is larger than a batch."""
     if dataset.group_starts is None:
         raise DataError("batches of complete groups need training rows and data.group")
     largest = int(np.diff(dataset.group_starts).max(initial=0))
@@ -65,7 +65,7 @@ class BatchLoader:
     of steps and slices may differ by a group, and a slice may be empty.
 
     Raises:
-        DataError: groups cannot stay complete (:func:`check_group_sizes`), or are to be shuffled by lanes.
+        DataError: with ``by_group``, ``lanes`` is not 0, or :func:`check_group_sizes` fails.
     """
 
     dataset: PreparedDataset
@@ -109,7 +109,6 @@ class BatchLoader:
         return BatchStream(self._read(steps))
 
     def _read(self, steps: Iterator[tuple[Rows, Rows | None]]) -> Generator[Batch, None, None]:
-        """Yield this trainer's slice of each step; a step is its rows, and the ends of its groups or None."""
         for rows, ends_G in steps:
             if not len(rows):  # a resumed pass may begin after the groups of a step
                 continue
@@ -125,12 +124,11 @@ class BatchLoader:
             )
 
     def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:
-        """Return a function from two positions of the epoch to the rows, or groups, between them."""
         return ShuffledOrder(number, self.seed, epoch, self.lanes).indices if self.shuffle else np.arange
 
 
 class GroupedOrder:
-    """The rows of a split, group by group, in a given order of the groups; takes 16 bytes per group.
+    """The order of the rows of an epoch, group by group; takes 16 bytes of memory per group.
 
     ::
 
@@ -140,7 +138,7 @@ class GroupedOrder:
         steps of two rows        1 4 | 3 | 0 2                a group is in the step of its last position
 
     Args:
-        groups_G: the indices of all groups, in the order of the epoch.
+        groups_G: a permutation of the group indices, which is the order of the groups in the epoch.
     """
 
     def __init__(self, dataset: PreparedDataset, groups_G: npt.NDArray[np.int64]) -> None:
@@ -167,7 +165,7 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
     there are no further batches. The thread closes the generator.
 
     Args:
-        is_over: an event that ``close`` sets, for a generator that waits for rows: it must then end.
+        is_over: an event that ``close`` sets. A generator that waits for rows must end once it is set.
     """
 
     def __init__(self, batches: Generator[Batch, None, None], is_over: threading.Event | None = None) -> None:
@@ -236,12 +234,12 @@ class ShuffledOrder:
     A slice of a step is contiguous, so it has rows of few lanes. A trainer reads only the chunks of these
     lanes.
 
-    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch, where ``turn`` is
-    a permutation of 0 .. ``L`` - 1. These numbers add up to ``p``, and differ by at most one. Adjacent lanes
-    have distant turns, so a step with fewer rows than lanes takes its rows evenly from all ranges of lanes.
+    The first ``p`` positions of an epoch have ``(p + turn[l]) // L`` rows of lane ``l`` of ``L``. ``turn`` is
+    a permutation of 0 .. ``L`` - 1, so these numbers add up to ``p``. The turns of adjacent lanes are far
+    apart, so a step with fewer rows than lanes does not take all of its rows from adjacent lanes.
 
     Args:
-        num_lanes: lanes, fixed for a run; 0 for none. Steps do not depend on the number of trainers.
+        num_lanes: number of lanes; 0 for a shuffle without lanes.
     """
 
     def __init__(self, num_rows: int, seed: int, epoch: int, num_lanes: int = 0) -> None:

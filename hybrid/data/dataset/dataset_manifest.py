@@ -119,7 +119,7 @@ class DataManifest:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Raise DataError if the split, one of its files, or a file of all splits is missing or altered."""
+        """Raise DataError if ``split``, or a file that its readers need, is missing or altered."""
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():
@@ -155,10 +155,10 @@ class DataManifest:
 def checkpoint_contents(
     config: RunConfig, data: StoragePath | None
 ) -> tuple[dict[str, str], dict[str, StoragePath]]:
-    """Return the texts of a checkpoint by file name, and the paths of its vocabulary files by name.
+    """Return the files that a checkpoint copies: texts by file name, and paths of vocabularies by name.
 
     Args:
-        data: the folder of the prepared data, if the run has prepared data.
+        data: the folder of the prepared data; None for a run without, which has only a configuration.
     """
     texts = {CONFIG_FILE: signed_toml(config)}
     if data is None:

@@ -6,7 +6,7 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features with exactly one id per sample; int64 if one of them grows
     labels.npy       uint8 (N, T), or float32 unless all tasks are binary
-    weights.npy      float32 (N, T), absent without data.weight, masks and retrieval tasks
+    weights.npy      float32 (N, T), if there is data.weight, a mask or a retrieval task
     groups.npy       int64 (N,), absent without groups
     group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batches.py)
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
@@ -113,7 +113,7 @@ class PreparedDataset:
         return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the sum of ``ranking_weights`` by task, (T,), over ``rows``, which are complete groups."""
+        """Return the ranking loss weight of ``rows``, which are complete groups, for each task, (T,)."""
         targets = self._targets.select(rows)
         assert targets.groups_B is not None
         weights = None if targets.weights_BT is None else torch.from_numpy(targets.weights_BT)
@@ -158,7 +158,7 @@ def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
 def sparse_features(
     ids_BK: Ids, bags: Sequence[EncodedBags], features: Sequence[FeatureSpec]
 ) -> SparseFeatures:
-    """Return the ids of B samples, feature by feature, from arrays of an :class:`EncodedBlock`."""
+    """Return the ids of B samples: all ids of the first feature, then all ids of the second, and so on."""
     ids_KB = ids_BK.T.astype(np.int64, order="C")
     if not bags:
         return SparseFeatures(torch.from_numpy(ids_KB.reshape(-1)), None, None, len(features))
@@ -197,7 +197,7 @@ def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: the numbers of earlier samples, and of their ids by column."""
+    """A position in the arrays of a split: how many samples come before it, and how many ids by column."""
 
     row: int
     values_K: npt.NDArray[np.int64]
@@ -245,7 +245,7 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 
 
 def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> Arrays:
-    """Create and map the arrays of a split, with the sizes in ``end``; OSError if the disk is full."""
+    """Create and map the arrays of a split, which end at position ``end``; OSError if the disk is full."""
     folder.mkdir(parents=True, exist_ok=True)
     features = spec.sparse_features
     multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]

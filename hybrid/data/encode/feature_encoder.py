@@ -104,7 +104,7 @@ class SparseEncoding:
         return self.vocabulary == GROW
 
     def rows(self, values: pa.Array) -> Ids:
-        """Return the table row of each text, 0 for an unknown text or null; keys if the table grows."""
+        """Return the table row of each text, 0 for an unknown text or null; for a growing table, its key."""
         if self.is_growing:
             return compute_keys(values)
         if self.values is not None:
@@ -324,7 +324,7 @@ def transform_columns(
 
 
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
-    """Return ``count``, ``num_values`` and ``several`` of :class:`UnknownValues` for K columns, (3, K)."""
+    """Return ``count``, ``num_values`` and ``several`` of each column's UnknownValues, (3, columns)."""
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
     for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
@@ -343,9 +343,9 @@ def report_unknown(
 ) -> tuple[UnknownValues, ...]:
     """Return the unknown values of a split by column.
 
-    A column of a growing table is left out unless it has rows with several values: only the workers know
-    which values have rows. ``counts`` is the sum of :func:`count_unknown` over all blocks; ``is_later`` is
-    whether the rows of the split are later than the training rows.
+    A column of a growing table counts only rows with several values, and is left out if it has none: which
+    single values are known, only the workers know. ``counts`` is the sum of :func:`count_unknown` over all
+    blocks. ``is_later``: whether the rows of the split are later than the training rows.
     """
     return tuple(
         UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
@@ -373,7 +373,6 @@ def _read_json(path: StoragePath) -> dict[str, Any]:
 
 
 def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
-    """Create an encoding from JSON, with a vocabulary by its index in ``known``, or without if it is None."""
     index = content.pop("values")
     if index is not None and (type(index) is not int or index < 0):
         raise TypeError("values must be the index of a vocabulary")

@@ -42,7 +42,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> Moments:
-        """Transform B rows of numbers from files, and compute their moments."""
+        """Apply the transform of each column to B rows, and return the moments of the results."""
         dense_BF = transform_columns(dense_BF, transforms)
         given_BF = ~np.isnan(dense_BF)
         count_F = given_BF.sum(0)
@@ -58,7 +58,7 @@ class Moments(NamedTuple):
         """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
 
         A column without numbers keeps the earlier scaling. Any other column that was missing or constant in
-        the earlier scaling takes the moments of ``self``. The range of the rest covers both ranges.
+        the earlier scaling takes the moments of ``self``. The range of all other columns covers both ranges.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
@@ -169,7 +169,7 @@ class ValueCounts(NamedTuple):
 
     @classmethod
     def of(cls, column: pa.Array) -> ValueCounts:
-        """Count the values of a categorical column of a ``RawBlock``; values may repeat, counts may be 0."""
+        """Count the values of a dictionary-encoded column; values may repeat, and counts may be 0."""
         flat = column.flatten() if is_list(column) else column
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
@@ -251,7 +251,7 @@ def fit_encoder(
     statistics: FittedStatistics,
     ranked: Mapping[str, ValueCounts],
 ) -> FeatureEncoder:
-    """Return the encoder of statistics, and of ranked values by the names of :func:`group_by_vocabulary`.
+    """Return the encoder; ``ranked`` has the values of each vocabulary, named as in ``group_by_vocabulary``.
 
     Raise DataError if there are no rows.
     """

@@ -73,7 +73,10 @@ class Layout:
         with_labels: bool = True,
         passthrough: Sequence[tuple[str, str]] = (),
     ) -> Layout:
-        """Return the layout of these sections; ConfigError if a value is invalid, or two values conflict."""
+        """Return the layout of a configuration; ``passthrough`` are pairs (key, column) to read in addition.
+
+        Raise ConfigError if a value of a section is invalid, or two values conflict.
+        """
         is_criteo = data.format == "criteo"
         if is_criteo:
             data = dataclasses.replace(
@@ -157,7 +160,10 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return [data] for new files of a model; ConfigError if a multi-hot column of CSV has no separator."""
+    """Return the section [data] to read ``files`` for a trained model, all rows as one split.
+
+    Raise ConfigError if the files are CSV, and a multi-hot column has no separator.
+    """
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files
         file_format = "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"

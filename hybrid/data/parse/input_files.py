@@ -131,7 +131,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand(text: str) -> list[StoragePath]:
-    """Return the sorted, visible matches of a pattern; only its path if ``text`` exists or has no match."""
+    """Return the sorted, visible matches of a pattern; if there are none, or ``text`` exists, its path."""
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))

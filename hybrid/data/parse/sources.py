@@ -165,8 +165,8 @@ def read_blocks(
         text: chunks of text to read instead of a file; ``files`` is then one path, a name for messages.
 
     Raises:
-        ConfigError, DataError, StorageError: see :func:`read_segment` and :func:`parse`. DataError, too, if
-            all rows of a file or its first 10,000 are invalid, or if a row is, and ``log`` allows none.
+        ConfigError, DataError, StorageError: see :func:`read_segment` and :func:`parse`.
+        DataError: all rows of a file, or its first 10,000, are invalid; or one is, and ``log`` allows none.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
@@ -193,7 +193,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block by name, and those of its path that the file lacks."""
+    """Return the columns of a block by name. Folders NAME=VALUE of ``path`` add columns that it lacks."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns

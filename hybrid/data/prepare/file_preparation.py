@@ -105,7 +105,10 @@ class FilesPreparation:
         self._should_stop = threading.Event()
 
     def write(self) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
-        """Write all splits; return the encoder, and reports by split; ConfigError or DataError: bad files."""
+        """Write all splits; return the encoder, and reports by split.
+
+        Raise ConfigError, DataError or StorageError if the files cannot be used.
+        """
         paths = {
             split: [parse_path(file.path) for file in self.files[split]] for split in self.config.data.splits
         }
@@ -266,7 +269,7 @@ class FilesPreparation:
         return statistics, sizes
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
-        """Rank the values of columns ``group`` that share a vocabulary; DataError if memory might run out."""
+        """Rank the values of ``group``, columns with one vocabulary; DataError if memory might run out."""
         ranked = rank([])
         waiting, size = list[ValueCounts](), 0
         for i, piece in enumerate(pieces, 1):
@@ -305,7 +308,7 @@ class FilesPreparation:
         """Write the samples of a piece into the arrays of each split.
 
         ``job`` has the piece and, for each split, the position of the piece's first sample in the arrays.
-        Return for each split the sums of labels by block, and the added counts of :func:`count_unknown`.
+        Return for each split the label sums of each block, and the sum of ``count_unknown`` of all blocks.
         """
         piece, positions = job
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}

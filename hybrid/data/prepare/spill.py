@@ -40,7 +40,7 @@ class Split:
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return the value of ``latest`` for the rows of ``blocks``; 0 without rows."""
+        """Return the time after which rows of ``blocks`` are held out; 0 without rows."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
         return cls(folder, first_row, split)
 
     def values(self) -> list[pa.Array]:
-        """Return the texts into which each column of data.sparse has codes; [] for a column of numbers."""
+        """Return the dictionary of each column of data.sparse; an empty array for a column of numbers."""
         first = next(self._batches())
         columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
         flat = [each.flatten() if is_list(each) else each for each in columns]
@@ -158,7 +158,7 @@ class Piece(NamedTuple):
 
 
 def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the training pieces, with the rules of data.split and data.validation in ``held_out``."""
+    """Return the pieces with ``held_out`` set: which of their rows belong to test and validation."""
     divided = [*pieces]
     for held in config.data.holdouts:
         split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)

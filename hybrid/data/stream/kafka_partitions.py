@@ -51,7 +51,7 @@ def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
 
 
 def advance(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
-    """Return ``unit`` with its position ``num_steps`` steps later; only units of a topic have offsets."""
+    """Return ``unit`` with its step, and any offsets, moved by ``num_steps`` steps; lanes stay unchanged."""
     offsets = zip(unit.offsets, _rows_of_step(config, unit), strict=True)
     moved = tuple(offset + num_steps * rows for offset, rows in offsets)
     return replace(unit, step=unit.step + num_steps, offsets=moved)
@@ -66,9 +66,9 @@ def _import_kafka() -> Any:
 
 
 def _connect(config: RunConfig) -> Any:
-    """Return a ``Consumer`` that commits nothing, since checkpoints have the offsets.
+    """Return a ``Consumer`` that commits no offsets, since checkpoints have them.
 
-    The message of a ConfigError about its properties has no value, which may be a secret.
+    Raise ConfigError for unusable properties, without their values, because a value may be a secret.
     """
     kafka, call = _import_kafka(), config.data.stream_call
     fixed = {
@@ -177,7 +177,7 @@ class Topic:
         return float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """Return a warning if the topic has rows that make no complete step; otherwise, an empty text."""
+        """Return a warning if rows after ``at`` are left, too few for a step; otherwise, an empty text."""
         if at is None or not any(rows := self.count_rows(at)):
             return ""
         behind = min(range(len(rows)), key=rows.__getitem__)
@@ -267,11 +267,7 @@ def _parse(topic: str, messages: Sequence[Any], layout: Layout) -> tuple[RawBloc
 
 
 class PartitionReader:
-    """Reads the batches of one trainer from a topic.
-
-    Args:
-        unit: with the offsets at which to start.
-    """
+    """Reads the batches of one trainer from a topic, from the offsets of ``unit`` on."""
 
     def __init__(
         self, config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int

@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def take(self, end: int) -> list[EncodedBlock]:
-        """Return the next rows, up to row ``end`` of the lane but at least one; [] at the end of the lane."""
+        """Return the next rows of the lane, up to row ``end``, but at least one; [] if no row is left."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -128,10 +128,7 @@ class Lane:
 
 
 class LaneReader:
-    """Reads the batches of one trainer from a unit.
-
-    Args:
-        unit: with the position at which to start.
+    """Reads the batches of one trainer from a unit, from the unit's position on.
 
     Raises:
         ConfigError: a side table lacks a column, or shares one with another side table.

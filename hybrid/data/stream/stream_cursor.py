@@ -118,7 +118,7 @@ class StreamCursor:
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return the encoder for the unit: with ``scaling_momentum``, adapted to a sample of a new unit.
+        """Return the encoder for the unit. With ``scaling_momentum``, a new unit changes its scaling.
 
         Raise ConfigError if a file lacks a column, and DataError if the unit cannot be read.
         """

@@ -158,7 +158,7 @@ class Files:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """Return ""; DataError if ``until`` of data.stream names a unit other than ``at``, the last unit."""
+        """Return ""; DataError if data.stream has ``until``, and the last unit ``at`` is another."""
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
@@ -175,7 +175,7 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
-    """Return ``encoder``, but with the scaling of ``before`` for fitted columns of the same transform."""
+    """Return ``encoder`` with the fitted scalings of ``before``, except where the transform differs."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
         known.get((each.name, each.transform), each) if column.scaling.name in FITTED_SCALINGS else each
