@@ -54,7 +54,7 @@ class ConfigError(HybridError):
 
 
 class DataError(HybridError):
-    """Input data are missing, invalid, or of the wrong shape, or trainers read different batches."""
+    """Data are missing, invalid, or of the wrong shape; differ among trainers; or cannot be stored."""
 
 
 class CheckpointError(HybridError):

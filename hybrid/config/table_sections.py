@@ -110,7 +110,7 @@ class TableSection:
 
     @property
     def initial_call(self) -> Call:
-        """The parsed `initial`: "random", "positions" with its file, or a path or URL; "" for the default."""
+        """The parsed `initial`: "random", "positions" (a file of rows), a path or URL, or "" by default."""
         return INITIAL_CALLS.parse("initial", self.initial)
 
     @property

@@ -151,7 +151,7 @@ class GroupedOrder:
     def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the rows of a step, and where each of its groups ends among these rows.
 
-        A step has the groups whose last rows are the rows number ``start`` to ``stop`` - 1 of the epoch.
+        A group is in the step that has its last row: at the positions ``start`` to ``stop`` - 1 of the epoch.
         """
         first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
         positions_B, sizes = item_positions(self._starts_G1, self._groups_G[first:last])

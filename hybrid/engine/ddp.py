@@ -203,7 +203,7 @@ class DdpModel:
             model.stages.head = self._wrap(head)
 
     def follow_parameters(self) -> nn.Module:
-        """Return the module to call. Under ``OUTSIDE``, wrap it again if other parameters are now trained.
+        """Return the module to call. With ``OUTSIDE``, wrap it anew if other parameters require gradients.
 
         All trainers must call this together. A new DDP copies the first trainer's parameters to the others.
 

@@ -52,7 +52,7 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Exchanges rows by ``exchange`` in the forward pass, gradients by ``inverse`` in the backward pass.
+    """Calls ``exchange``, such as a gather, in the forward pass, and ``inverse`` for gradients.
 
     The result requires a gradient if ``rows_BX`` or ``anchor`` requires one.
     """

@@ -1,10 +1,10 @@
 """Training in one process of plain torch, the reference for comparisons with clusters.
 
-The reference shares no arithmetic with other packages. It uses autograd, ``F.embedding``,
-``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
-same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples of all
-trainers together, unless each trainer has its own net. The step takes one backward pass. The rows that a step
-reads are leaf tensors, so gradients have the size of these rows, not of the table.
+The reference shares no arithmetic with other packages, except the hash of random numbers. It uses autograd,
+``F.embedding``, ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. The dense
+nets are the same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples
+of all trainers together, except in stages that each trainer has for itself (``dense.ddp``). The step takes
+one backward pass. The rows that a step reads are leaf tensors, so gradients have the size of these rows.
 """
 
 import copy

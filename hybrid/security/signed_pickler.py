@@ -210,7 +210,7 @@ def install(pickler: internal._InternalRPCPickler | None) -> None:
 
 @contextmanager
 def reject_pickled_classes() -> Iterator[None]:
-    """In this context, raise ClusterError if an unsigned pickle of torch's collectives names a class."""
+    """A context in which torch's collectives of objects load plain values only; else, ClusterError."""
     before = distributed_c10d._unpickler
     distributed_c10d._unpickler = PlainUnpickler
     try:

@@ -273,8 +273,8 @@ class _RemoteWriter:
     """A file of a store, open for writing; the file becomes visible when the writer is closed.
 
     pyarrow cannot discard a stream: closing or deleting a stream completes its file. So a small file is sent
-    in one request by :meth:`close`. A large file is sent under a temporary name if a file with its name
-    exists, or if the store shows incomplete files.
+    by :meth:`close`. A file has a temporary name while it is sent if the store shows incomplete files, or if
+    it is large and replaces another.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -338,7 +338,7 @@ class _RemoteWriter:
             filesystem.delete_file(self._sent_to)
 
     def abandon(self) -> None:
-        """Remove the unfinished file. A small file is never unfinished, because one request sends it."""
+        """Remove the unfinished file, if any; nothing has been sent of a small file."""
         if self._stream is None:
             return
         with suppress(OSError), store_request(self._path, "removed") as (filesystem, _):

@@ -1,6 +1,6 @@
 """The processes of one start of a cluster: their start, supervision, end and failures.
 
-This module imports torch only in the processes of roles, or to describe an error.
+This module imports torch only in the processes of roles.
 """
 
 import logging

@@ -30,7 +30,7 @@ from hybrid.updates.ticket import Purpose, Ticket
 
 
 class OutputLayout(Protocol):
-    """The conversion of responses into the outputs of a lookup: one matrix, or a tensor per call."""
+    """Converts responses into the outputs of a lookup: one matrix, or a tensor per call of a table."""
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
         """Return the outputs, given the responses of all workers."""

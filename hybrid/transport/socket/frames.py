@@ -8,7 +8,7 @@
                        block of shared memory (tensor_blocks.py)
 
 "Sealed" means encrypted and authenticated. Tensors are encrypted from their own memory, and decrypted into
-their final memory. The lengths are not encrypted; if a length is wrong, the decryption fails.
+their final memory. The lengths are not encrypted; a frame with a wrong length is rejected, or never complete.
 """
 
 import io
