@@ -100,7 +100,7 @@ def map_array(
         try:
             with np.errstate(over="raise"):
                 array = np.load(local, mmap_mode="r", allow_pickle=False)
-        except (ArithmeticError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        except (ArithmeticError, EOFError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"it has an invalid header: {error}") from error
     if (
         not isinstance(array, np.ndarray)

@@ -152,6 +152,7 @@ def test_tensors_that_are_no_matrix_are_refused(
 
 def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npy").write_text("x")
+    (tmp_path / "empty.npy").touch()
     (tmp_path / "text.safetensors").write_text("x")
     np.savez(tmp_path / "a.npz", a=np.zeros((2, 3)))
     (tmp_path / "a.npz").rename(tmp_path / "archive.npy")
@@ -166,7 +167,7 @@ def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
         file.write((95 << 20).to_bytes(8, "little"))
         file.truncate(100 << 20)
     names = ("none.npy", "none.safetensors", "text.npy", "text.safetensors", "archive.npy", "wide.npy")
-    for name in (*names, "complex.npy", "negative.npy", "huge.npy", "header.safetensors"):
+    for name in (*names, "empty.npy", "complex.npy", "negative.npy", "huge.npy", "header.safetensors"):
         with pytest.raises(DataError, match=f"^{tmp_path}/{name}: "):
             read_shape(str(tmp_path / name))
 
