@@ -1,4 +1,4 @@
-"""JSON values and NumPy arrays of files that another user may have written."""
+"""Safe reading of JSON and of NumPy arrays from files that another user may have written."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _check(value: Any, levels: int) -> None:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return ``value``, with None for each infinite number or NaN; also in nested mappings, but not lists."""
+    """Replace NaN and infinite numbers by None, in a value and in nested mappings, but not in lists."""
     if isinstance(value, Mapping):
         return {name: replace_non_finite(element) for name, element in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:
-    """Create a dataclass from a JSON object; TypeError or ValueError if a field is missing or invalid.
+    """Create the dataclass ``kind`` from a JSON object; TypeError or ValueError for a missing or bad field.
 
     Fields are plain values, dataclasses, named tuples, and tuples and dictionaries of these.
     """
@@ -93,7 +93,7 @@ def is_inner_name(text: str) -> bool:
 def map_array(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> npt.NDArray[Any]:
-    """Map a ``.npy`` file, read-only, by :func:`local_copy`; ValueError if it is not an array of numbers."""
+    """Map a ``.npy`` file of numbers or booleans into memory, read-only; ValueError for other content."""
     import numpy as np  # commands such as config do without it
 
     with local_copy(path, root=root, follows_links=follows_links) as local:

@@ -1,8 +1,8 @@
 """Functions to read, write, list and remove files of this machine and of object stores.
 
-A missing file raises FileNotFoundError. A failure of a store, or a path that is refused, raises StorageError
-with advice; any other failure raises OSError. A written file becomes visible when it is complete. Functions
-that open a file refuse devices, FIFOs and links, unless ``follows_links`` permits a link.
+A missing file raises FileNotFoundError. A failure of a store, or a local path that cannot be opened for
+reading or is refused, raises StorageError with advice. Other failures, such as a full disk, raise OSError.
+Devices and FIFOs are refused, and links without ``follows_links``. A file is visible once it is complete.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return a folder's entries by path; if ``is_deep``, all files below. Empty if there is no folder."""
+    """Return a folder's entries, sorted by path, or if ``is_deep``, all files below; [] without a folder."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
@@ -145,7 +145,7 @@ def content_tag(path: RemotePath) -> str:
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Call a function that waits for files once per item, in threads; return the results in order."""
+    """Call ``function`` for each item, in up to 16 threads; return the results in the order of ``items``."""
     with ThreadPoolExecutor(_SMALL_REQUESTS, "files") as threads:
         return list(threads.map(function, items))
 
@@ -168,7 +168,7 @@ def read_text(path: StoragePath) -> str:
 def open_reader(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Open a file for reading; each read from a store is one request, for no more than the requested bytes.
+    """Open a file for reading. Each ``read`` of a remote file requests only the bytes of this call.
 
     Args:
         root, follows_links: only for a local file; see :func:`hybrid.storage.private_files.open_file`.

@@ -31,9 +31,9 @@ _BUILD_POLL_SECONDS = 0.2
 def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WAIT_SECONDS) -> Iterator[int]:
     """Lock a run folder, and yield the descriptor of the lock. A missing folder is created.
 
-    Each role inherits the descriptor. The system releases the lock when the last process with the descriptor
-    ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles. At
-    the end, a folder that was created and is still empty is removed.
+    The processes of a launched run inherit the descriptor. If the launcher is killed, the system keeps the
+    lock until all of them have ended, so no other run writes to the folder meanwhile. When the context ends,
+    created folders are removed if they are still empty.
 
     Raises:
         ConfigError: another run holds the lock longer than ``wait_seconds``, or the folder cannot be created.
@@ -80,7 +80,7 @@ def lock_until_exit(folder: Path, key: str) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, and create it if missing; return its descriptor, or None if it is locked already."""
+    """Lock a file, created if missing; return its descriptor, or None if it is locked or just removed."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ def try_lock(path: Path) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the lock ``PATH.lock``, and hold it during a block; create its folder if missing."""
+    """Wait for the lock ``PATH.lock``, and hold it inside the context; create its folder if missing."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK_SUFFIX)
     while (descriptor := try_lock(lock)) is None:
@@ -112,10 +112,9 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def build_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to ``target`` at the end; call it in ``hold_lock(target)``.
+    """Yield an empty folder, which is renamed to ``target`` at the end, or removed after an exception.
 
-    First, unfinished folders that killed processes have left beside ``target`` are removed. After an
-    exception, the yielded folder is removed.
+    Call it inside ``hold_lock(target)``. First, it removes what killed processes have left beside ``target``.
     """
     folder = target.with_name(_UNFINISHED + target.name)
     for other in target.parent.glob(f"{_UNFINISHED}*"):

@@ -82,7 +82,7 @@ _SHOW_INCOMPLETE_FILES = ("abfs", "hdfs")
 
 @lru_cache
 def _client(root: str, query: str, endpoint: str | None, process: int) -> tuple[fs.FileSystem, str]:
-    """Return a client for this ``process``, and the prefix of its paths; ValueError for an invalid URL."""
+    """Return a store's client, and the prefix of its paths. Each ``process`` (its id) gets its own client."""
     from pyarrow import fs
 
     scheme, _, authority = root.partition("://")
@@ -181,7 +181,7 @@ def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem
     Raises:
         FileNotFoundError: there is no such file, and ``action`` is not "written".
         StorageError: the store refuses the request, or lacks the bucket; the text has the reason and advice.
-        OutageError: the store was down during all attempts.
+        OutageError: the store is overloaded, down or out of reach.
     """
     try:
         # The address of an S3 store that is not Amazon's, from the variables that Amazon's programs read.
@@ -214,7 +214,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder (Google's store: all files below), empty if missing; OSError if its bucket is missing."""
+    """List a folder, in Google's store with all files below; [] if it is missing, OSError without bucket."""
     from pyarrow import fs
 
     kind = filesystem.type_name
@@ -273,8 +273,8 @@ class _RemoteWriter:
     """A file of a store, open for writing; the file becomes visible when the writer is closed.
 
     pyarrow cannot discard a stream: closing or deleting a stream completes its file. So a small file is sent
-    by :meth:`close`. A file has a temporary name while it is sent if the store shows incomplete files, or if
-    it is large and replaces another.
+    by :meth:`close` only. A file is sent under a temporary name in two cases: if the store shows incomplete
+    files, or if a large file replaces another.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -286,7 +286,6 @@ class _RemoteWriter:
         self._sent_to = self._folder = ""  # the name of the stream's file, and its temporary folder, if any
 
     def write(self, content: bytes | memoryview, /) -> int:
-        """Append bytes to the file; return their number."""
         num_bytes = memoryview(content).nbytes
         self._num_bytes += num_bytes
         if self._num_bytes < _MAX_UNSENT_BYTES:
@@ -338,7 +337,7 @@ class _RemoteWriter:
             filesystem.delete_file(self._sent_to)
 
     def abandon(self) -> None:
-        """Remove the unfinished file, if any; nothing has been sent of a small file."""
+        """Remove the unfinished file from the store, if there is one."""
         if self._stream is None:
             return
         with suppress(OSError), store_request(self._path, "removed") as (filesystem, _):

@@ -77,12 +77,11 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
     """Return the folder LOCATION/hybrid/NAME, or LOCATION/hybrid without ``name``; make it if it is missing.
 
     Args:
-        variable: the variable with the location; see the XDG Base Directory Specification.
-        default: the location in the user's home if the variable is not set.
-        name: relative path of a folder in LOCATION/hybrid.
+        variable: the environment variable with LOCATION, such as XDG_CACHE_HOME.
+        default: LOCATION relative to the user's home if the variable has no absolute path.
 
     Returns:
-        The folder; None if it cannot be made, or other users could change its content.
+        The folder; None if it cannot be made, the user has no home, or other users could change its content.
     """
     base = os.environ.get(variable, "")
     if not os.path.isabs(base):  # the specification ignores relative paths
@@ -102,7 +101,10 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Whether another user owns a folder, or may write to it while the mode bits ``safe_mode`` are unset."""
+    """Whether users other than this one and root own a folder, or may write to it without ``safe_mode``.
+
+    ``safe_mode``, such as the sticky bit, is a bit of the folder's mode that makes such writing safe.
+    """
     status = folder.stat()
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
@@ -111,9 +113,9 @@ def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
 
 
 def _unmapped_uid() -> int:
-    """Return the user id that files of root have here: 0, or the overflow id in a namespace without root.
+    """Return root's user id here: 0, or the overflow id in a user namespace that does not map root.
 
-    Files of other users have the same id there, so only the modes of files can protect them.
+    There, files of all unmapped users have this id, so only the modes of files can protect them.
     """
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -134,10 +136,10 @@ def sync(path: Path) -> None:
 
 
 def choose_compile_cache() -> None:
-    """Give torch private cache folders in the user's cache folder, unless the user has set the folders.
+    """Point torch's compile caches to private folders of this user, except caches that the user has set.
 
-    If no private folder can be made there, torch and matplotlib get a temporary folder, which is removed when
-    this process ends.
+    If no private folder can be made, torch and matplotlib get a temporary folder, which is removed at exit.
+    Torch precompiles no headers, unless TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS is set.
     """
     os.environ.setdefault(_PRECOMPILE_HEADERS, "0")
     missing = [name for name in _COMPILE_CACHES if not os.environ.get(name)]

@@ -1,4 +1,4 @@
-"""Paths of files: of this machine, or URLs of an object store. Without torch and I/O."""
+"""Paths of files of this machine, and URLs of object stores. Without torch and I/O."""
 
 from __future__ import annotations
 
