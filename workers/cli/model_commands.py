@@ -63,7 +63,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Print the metrics of a trained model on labeled files, or on the run's test rows without ``inputs``.
 
-    Arguments and errors are as in :func:`predict`, but "-" is no standard input. Return a summary for JSON.
+    Arguments and errors are as in :func:`predict`, but "-" names a file. Return a summary for JSON.
     """
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:

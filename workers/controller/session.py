@@ -237,7 +237,7 @@ class Session:
         Args:
             metrics: of the last evaluation, for the manifest.
             progress, reports: further numbers and tensors to store; see :meth:`RunCounts.pack`.
-            in_background: whether roles copy their parts, unless workers lack the memory for copies.
+            in_background: whether roles copy their parts; they do not if workers lack the memory for copies.
         """
         progress = {**progress, **self._own_progress()}
         is_copied = in_background and not memory_shortage(

@@ -108,7 +108,7 @@ class RunCounts:
         self.interval.add(reports, seconds)
 
     def add_to_unit(self, reports: Sequence[TrainerReport]) -> None:
-        """Add steps of a stream to the metrics of its unit, for a binary first task."""
+        """Add steps to the metrics of the stream's current unit; only for a binary first task."""
         for report in reports:
             self.unit.add(report.outputs, report.labels)
 
@@ -265,7 +265,7 @@ class Checkpoints:
 
         Args:
             is_stopped: whether the run has stopped before its end. Then ``best`` does not change, because the
-                last evaluation may be of an earlier step; and deltas may follow after a resume.
+                last evaluation may be of an earlier step. The chain of deltas stays open for a resume.
         """
         self.finish()
         self._write_delta(now)
@@ -313,7 +313,7 @@ class Checkpoints:
         return bool(now.is_delta_due or is_due_by_time or is_due_by_steps)
 
     def _write_delta(self, now: TrainingState) -> None:
-        """Write a delta before a full checkpoint: then followers of the run need not read the checkpoint."""
+        """Write a delta before a full checkpoint, so ``hybrid export --follow`` need not read the latter."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()

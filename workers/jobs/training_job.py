@@ -44,8 +44,8 @@ def is_patience_over(
 ) -> bool:
     """Return whether a run ends after ``step``, because ``train.patience`` evaluations brought no progress.
 
-    The step determines the count of evaluations, so a resumed run ends at the same step. The count begins
-    after ``best``, or after step ``start`` if ``best`` is None or NaN. It omits the steps ``undefined``.
+    Evaluations are counted by steps, so a resumed run ends at the same step. The count begins after ``best``,
+    or after step ``start`` if ``best`` is None or NaN. Steps ``undefined`` had a NaN metric and do not count.
     """
     every = train.eval_every_steps or steps_per_epoch
     best_step = start if best is None or math.isnan(best.value) else best.step
@@ -279,7 +279,7 @@ class Training:
         return TrainingState(*state, self._owes_evaluation, session.is_delta_due)
 
     def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
-        """Return the number of steps until a log line, evaluation, checkpoint, stop check, or the end."""
+        """Return the steps until the next log line, evaluation, checkpoint, stop check or end of an epoch."""
         train = self._config.train
         if math.isnan(self._seconds_to_first_step):
             return 1  # the first log line appears as soon as possible
@@ -309,7 +309,7 @@ class Training:
         return metrics
 
     def _test(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Evaluate the chosen model on the test rows; return False if a stop is requested meanwhile."""
+        """Test the best or last model, if that is not done; return False if a stop is requested meanwhile."""
         if self._selection == TEST or not session.has_rows(TEST):
             self._tested = None if self._metrics is None else (self._step, self._metrics)
             return True

@@ -67,7 +67,7 @@ class ProcessEnd:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the system kill this process, even if frozen, when its parent ends; exit if that has ended."""
+    """Make the system kill this process, even if frozen, when ``parent`` ends; exit if it has ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -85,7 +85,7 @@ def name_process(name: str) -> None:
 
 
 def serve(descriptor: int, launcher: int) -> None:
-    """Serve the process ``launcher`` over the connection ``descriptor`` until that process ends."""
+    """Run the server: handle requests from the socket ``descriptor`` until the process ``launcher`` ends."""
     end_with_parent(launcher)
     name_process("fork server")
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with these variables, all trainers would use the same GPU
@@ -173,7 +173,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def spawn_server(connection: socket.socket, inherited: Sequence[int]) -> Any:
-    """Return the Popen of a new server; the server and all roles inherit the descriptors ``inherited``."""
+    """Start a server, and return its Popen; the server and roles inherit the descriptors ``inherited``."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
         f"serve({connection.fileno()}, {os.getpid()})"
@@ -239,7 +239,7 @@ class ForkServer:
         """Start processes that run ``target(*args, listener, report)``; :meth:`event` returns their ends.
 
         Args:
-            target: a function of a module. All processes share ``listener``, a socket that listens on the
+            target: a module-level function. All processes share ``listener``, a socket that listens on the
                 address. ``report`` takes one object of less than 64 KiB, which the launcher receives when the
                 process has ended.
             calls: the arguments ``args`` of each process, by the name of the process.

@@ -233,7 +233,6 @@ class Restarts:
         return result is not None and result != self._at_start.result
 
     def _state(self, failure: RoleFailure) -> RunState:
-        """Return the state of the run; if its store refuses, raise a ReportedError with both failures."""
         try:
             return RunState.of(self._folder)
         except StorageError as error:

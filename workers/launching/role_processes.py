@@ -50,7 +50,7 @@ class RoleFailure:
 
     @property
     def order(self) -> tuple[bool, int, float]:
-        """A sort key: killed processes, then stopped ones, then errors, then consequences of errors."""
+        """A sort key, the likely cause first: kills, requested stops, errors, consequences of errors."""
         consequences = {Cause.STOPPED: -1, Cause.ECHO: 1, Cause.SILENT: 2}
         is_killed = self.cause in (Cause.KILLED, Cause.STARVED)
         return not is_killed, consequences.get(self.cause, 0), self.at

@@ -125,7 +125,7 @@ class RendezvousStore(dist.Store):
         return int(self._request("add", key, str(amount)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected``; a missing key has the value "". Return the value.
+        """Store ``desired`` if the value, "" if ``key`` is missing, is ``expected``; return the new value.
 
         If the key is still missing, return ``expected``, as torch's stores do.
         """

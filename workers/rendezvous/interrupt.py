@@ -100,7 +100,7 @@ class Interrupter:
 
 
 def run_interruptibly(function: Callable[[], object]) -> None:
-    """Run ``function`` in a new thread, and raise its errors; so a wait in torch blocks no interrupt."""
+    """Run ``function`` in a new thread, and raise its errors; meanwhile, interrupts reach the main thread."""
     result: Future[object] = Future()
 
     def run() -> None:

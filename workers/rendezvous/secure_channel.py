@@ -75,7 +75,7 @@ class FrameCipher:
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Return the fields of a frame without its header; ChannelError if it is not the next frame."""
+        """Decrypt a frame, without its header, into its fields; ChannelError if it is not the next frame."""
         try:
             body = self._receiving.open(sealed)
         except RejectionError as error:

@@ -152,7 +152,7 @@ def checkpoint_root(folder: Path) -> StoragePath:
 
 
 def record_script_checkpoints(scratch: Path, folder: StoragePath) -> None:
-    """Write the folder of a script's checkpoints into ``scratch``, the temporary folder of ``hybrid run``."""
+    """Record the path of a script's checkpoints in ``scratch``, the temporary folder of ``hybrid run``."""
     with run_write_errors(scratch, "set TMPDIR to another folder"):
         files.write_bytes(scratch / _RESUME_FILE, str(folder).encode())
 

@@ -80,7 +80,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 def print_means(
     config: RunConfig, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float | None]]:
-    """Print and return mean and deviation of each test metric; None, None if a result lacks the metric."""
+    """Print and return mean and deviation of each test metric; both None if a result lacks the metric."""
     means: dict[str, dict[str, float | None]] = {}
     print_line("")
     names = [name for name in shown_metrics(config.all_tasks) if any(name in each for each in results)]

@@ -133,6 +133,7 @@ class LaneReader:
     Raises:
         ConfigError: a side table lacks a column, or shares one with another side table.
         DataError: a side table cannot be read, or the position is not valid for the unit.
+        StorageError: a store refuses to send a side table, or the system refuses its path.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class StreamUnit:
     side_files: tuple[tuple[InputFile, ...], ...] = ()
 
     def layout(self, config: RunConfig) -> Layout:
-        """Return the columns of the unit and its side tables; ConfigError or DataError if one is unusable."""
+        """Return the columns of the unit and its side tables; raise errors of :func:`read_side_tables`."""
         layout = stream_layout(config)
         return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
