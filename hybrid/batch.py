@@ -109,7 +109,7 @@ class Batch(NamedTuple):
         weights: weight of each sample for each task, float32, in the shape of ``labels``; None for ones.
         total_weights: ``totals_T``, float64, sums of the weights over all trainers; ignored without weights.
         groups: ``groups_B``, int64, group of each sample; None without groups.
-        total_groups: ``totals_T``, float64, sums over all trainers of the ranking weights
+        total_ranking_weights: ``totals_T``, float64, sums over all trainers of the ranking weights
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
         local_size: if ``BatchLoader`` has read the batch, the number of samples without those that it adds
@@ -126,7 +126,7 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     total_weights: Tensor | None = None
     groups: Tensor | None = None
-    total_groups: Tensor | None = None
+    total_ranking_weights: Tensor | None = None
     local_size: int = 0
     event_time: float = -math.inf
     checksum: int = 0
@@ -137,11 +137,11 @@ class Batch(NamedTuple):
         sparse = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, num_sparse)
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
 
-    def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
-        """Return ``keys_B``, int64, a hash of all features of each sample.
+    def feature_hashes(self, sequences: Iterable[int] = ()) -> Tensor:
+        """Return ``hashes_B``, int64, a hash of all features of each sample.
 
-        Two samples with different features have the same key with a probability of about 2**-64. The order of
-        the ids of a feature changes the key only if the feature is a sequence.
+        Two samples with different features have equal hashes with a probability of about 2**-64. The order of
+        the ids of a feature changes the hash only if the feature is a sequence.
 
         Args:
             sequences: indices of the features that are sequences.
@@ -151,7 +151,7 @@ class Batch(NamedTuple):
             return torch.empty(0, dtype=torch.int64)
         num_dense, num_sparse = self.dense_features.shape[1], sparse.num_features
         salts = splitmix64(np.arange(num_dense + num_sparse, dtype=np.uint64))  # one per column
-        keys_B = splitmix64(_bits(self.dense_features) ^ salts[:num_dense]).sum(axis=1)
+        hashes_B = splitmix64(_bits(self.dense_features) ^ salts[:num_dense]).sum(axis=1)
         ids_L = sparse.ids_L.cpu().numpy().astype(np.uint64)
         offsets = np.arange(len(ids_L) + 1) if sparse.offsets is None else sparse.offsets.cpu().numpy()
         num_ids_K = np.diff(offsets[::size])
@@ -165,8 +165,8 @@ class Batch(NamedTuple):
             hashes_L[feature_ids] = splitmix64(hashes_L[feature_ids] + positions_L.astype(np.uint64))
         # The sums may overflow, but their differences are exact modulo 2**64.
         sums = np.concatenate([np.zeros(1, np.uint64), hashes_L.cumsum()])
-        keys_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
-        return torch.from_numpy(keys_B.view(np.int64))
+        hashes_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
+        return torch.from_numpy(hashes_B.view(np.int64))
 
     def split(self, count: int) -> list[Batch]:
         """Split the batch into ``count`` consecutive micro-batches, whose sizes differ by at most one sample.
@@ -175,7 +175,7 @@ class Batch(NamedTuple):
         """
         if count == 1:
             return [self]
-        groups_B = None if self.total_groups is None else self.groups
+        groups_B = None if self.total_ranking_weights is None else self.groups
         ends_G = None if groups_B is None else group_ends(groups_B.cpu().numpy())
         return [
             self._replace(

@@ -45,7 +45,7 @@ class Predictions(NamedTuple):
 
     outputs: Tensor  # ``outputs_NO`` of the dense net, (N,) for one output
     labels: Tensor  # ``labels_NT``, (N,) for one task
-    # ``rows_N``, hashes of the features of each sample (hybrid.batch.Batch.row_keys).
+    # ``rows_N``, hashes of the features of each sample (hybrid.batch.Batch.feature_hashes).
     rows: Tensor
     # The weight of each sample for each task, float32, in the shape of ``labels``; None for equal weights.
     # Metrics exclude samples of weight 0.
@@ -55,7 +55,7 @@ class Predictions(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
         """Return the predictions for one batch. ``sequences`` are the indices of the sequence features."""
-        return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
+        return cls(outputs_BO, batch.labels, batch.feature_hashes(sequences), batch.weights, batch.groups)
 
     @classmethod
     def concatenate(cls, batches: Sequence[Predictions]) -> Predictions:

@@ -260,10 +260,10 @@ def write_errors(path: StoragePath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise write_error(path, error) from error
+        raise to_checkpoint_error(path, error) from error
 
 
-def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
+def to_checkpoint_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
     """Return the error for a failed write. If the disk is full, it says how many bytes were not written."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_folders import Files, damage_error, write_error
+from hybrid.checkpoint.checkpoint_folders import Files, damage_error, to_checkpoint_error
 from hybrid.errors import CheckpointError, first_line
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_json
@@ -89,7 +89,7 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
                 digest.update(chunk)
                 written += len(chunk)
     except OSError as error:
-        raise write_error(path, error, size - written) from error
+        raise to_checkpoint_error(path, error, size - written) from error
     return {name: (size, digest.hexdigest())}
 
 

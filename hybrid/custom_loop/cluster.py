@@ -226,7 +226,7 @@ class Cluster:
                 slices = loop.slices(stream, slicing, negatives, 0, 0)
                 yield from loop.training_batches(slices, self._write_if_due)
                 if loop.remaining_steps != 0:
-                    stream.end_part(loop.step)
+                    stream.advance_to(loop.step)
         finally:
             stream.close()
         self._write_if_due(is_last=True)
@@ -412,7 +412,7 @@ class Cluster:
             backend.logs.append(self._log)
         with torch.no_grad():
             numbers = {name: float(value) for name, value in values.items()}
-        self._log.append(loop.step, numbers, loop.history.is_repeated)
+        self._log.append(loop.step, numbers, loop.history.is_replaying)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield epoch indices below ``count``: from 0, or if resumed, from the checkpoint's epoch.

@@ -291,7 +291,7 @@ def length_of(data: Any) -> int:
     return length_hint(data, -1)
 
 
-def division(data: Any, slicing: Slicing) -> tuple[int, int]:
+def count_batches(data: Any, slicing: Slicing) -> tuple[int, int]:
     """Return the number of full batches, and the size of a smaller last batch or 0; (0, 0) if unknown."""
     size, drop_last = slicing.size, slicing.drop_last
     if isinstance(data, DataLoader) and size is None:
@@ -303,7 +303,7 @@ def division(data: Any, slicing: Slicing) -> tuple[int, int]:
     return num_batches, 0 if drop_last else rest
 
 
-def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
+def cut_last(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
     """Yield all batches; for ``hybrid compare``, cut batch ``num_steps`` to ``size`` samples if not 0."""
     for number, batch in enumerate(batches, 1):
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch

@@ -123,7 +123,7 @@ class PassHistory:
             self._is_in_pass = False
 
     @property
-    def is_repeated(self) -> bool:
+    def is_replaying(self) -> bool:
         """Whether the script is between two passes, and repeats calls that precede its checkpoint."""
         is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
         return is_before and self.before != LoopProgress()
@@ -131,7 +131,7 @@ class PassHistory:
     def known_evaluation(self) -> Metrics | None:
         """Return the metrics of the next evaluation if it precedes the checkpoint, else None."""
         index, known = len(self.now.evaluations), self.before.evaluations
-        return known[index] if self.is_repeated and index < len(known) else None
+        return known[index] if self.is_replaying and index < len(known) else None
 
     def _record_length(self, length: int) -> None:
         number, known = len(self.now.lengths), self.before.lengths

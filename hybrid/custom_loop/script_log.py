@@ -40,11 +40,11 @@ class ScriptLog:
         self._file = AppendOnlyFile(path, lambda: False)
         self._loggers.start(folder.name, folder, step)
 
-    def append(self, step: int, values: Mapping[str, float], is_repeated: bool) -> None:
+    def append(self, step: int, values: Mapping[str, float], is_replaying: bool) -> None:
         """Append the values of a step; skip values of the resumed step whose names are recorded already.
 
         Args:
-            is_repeated: whether the script repeats calls before its checkpoint; then, all records count.
+            is_replaying: whether the script repeats calls before its checkpoint; then, all records count.
 
         Raises:
             ValueError: a value has the name of a field that all records have, such as ``step``.
@@ -52,7 +52,7 @@ class ScriptLog:
         if reserved := _FIELDS & values.keys():
             raise ValueError(f"cluster.log: choose another name than {min(reserved)}")
         names = frozenset(values)
-        if names in (self._known if is_repeated else self._known_of_step) and step == self._step:
+        if names in (self._known if is_replaying else self._known_of_step) and step == self._step:
             return
         self._file.append("log", step, values)
         self._loggers.log(step, values)

@@ -110,7 +110,7 @@ class StreamData(EncodedData):
                 values = pad_from_others(values, size, self._trainers)
             yield LocalBatch(values, size, batch.global_size, slicing)
 
-    def end_part(self, step: int) -> None:
+    def advance_to(self, step: int) -> None:
         """Move the position to ``step``. End the unit if it had fewer steps than :meth:`open` expected."""
         self._advance(step)
         if self._cursor.num_ready:  # the rows of the unit have ended earlier

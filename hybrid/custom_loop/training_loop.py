@@ -38,9 +38,9 @@ from hybrid.custom_loop.local_batches import (
     PassSizes,
     PreparedData,
     Slicing,
+    count_batches,
     cut,
-    division,
-    end_small,
+    cut_last,
     global_batches,
     size_of,
     skip_samples,
@@ -247,7 +247,7 @@ class TrainingLoop:
     ) -> Iterator[LocalBatch]:
         """Return an iterator over the slices of pass ``index``, from sample ``first_sample`` on."""
         slicing = replace(slicing, tables=self._prefetching, device=self.device)
-        num_equal, last = division(data, slicing) if torch.is_grad_enabled() else (0, 0)
+        num_equal, last = count_batches(data, slicing) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
         if isinstance(data, StreamData):
             slices = data.slices(slicing)
@@ -258,7 +258,7 @@ class TrainingLoop:
             slices = data.slices(slicing, index, first_sample)
         else:
             remaining = skip_samples(self._seeded(global_batches(data, slicing), index), first_sample)
-            slices = slice_batches(end_small(remaining, steps, last) if is_compared else remaining, slicing)
+            slices = slice_batches(cut_last(remaining, steps, last) if is_compared else remaining, slicing)
         if self.step == 0 and slicing.whole is None and not self._backend.is_single_process:
             self._last_size = last if steps is None or steps > num_equal else 0
 

@@ -120,7 +120,7 @@ class BatchLoader:
             yield self.dataset.gather(local, len(rows))._replace(
                 local_size=stop - start,
                 total_weights=self.dataset.total_weights(rows),
-                total_groups=self.dataset.total_groups(rows) if self.by_group else None,
+                total_ranking_weights=self.dataset.total_ranking_weights(rows) if self.by_group else None,
             )
 
     def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:

@@ -167,7 +167,7 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
     return ids * BYTES_PER_ID + 2 * vectors * table.dim * table.bytes_per_value
 
 
-def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
+def bag_sizes(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
     """Return the mean numbers of ids in the bags of a table's pooled features, by kind of pooling.
 
     A trainer that pools requests the rows of each kind separately.
@@ -211,7 +211,7 @@ def should_trainers_pool(
 
     Args:
         num_shards: number of workers that hold the table.
-        ids_per_sample: see :func:`bag_ids`. With "auto", workers pool if it has none of the table's features.
+        ids_per_sample: see :func:`bag_sizes`. With "auto", workers pool if it has no feature of the table.
         samples: number of samples of a trainer's lookup; 0 if unknown. With "auto", workers then pool.
         wire_bytes_per_value: bytes of each sent value; None if values are sent as they are stored.
     """
@@ -225,7 +225,7 @@ def should_trainers_pool(
     grad_bytes = table.dim * (wire_bytes_per_value or table.bytes_per_value)
     row_bytes = table.dim * (wire_bytes_per_value or table.row_bytes_per_value)
     num_bags = num_ids = num_distinct = 0.0
-    for means in bag_ids(table, ids_per_sample).values():
+    for means in bag_sizes(table, ids_per_sample).values():
         draws = samples * sum(means)
         num_bags += samples * len(means)
         num_ids += draws

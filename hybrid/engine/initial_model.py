@@ -72,7 +72,7 @@ class InitialModel:
     @cached_property
     def _encoder(self) -> FeatureEncoder:
         if not self._encoder_folder:
-            return FeatureEncoder.of_rows(self._input_spec)
+            return FeatureEncoder.identity(self._input_spec)
         return FeatureEncoder.load(parse_path(self._encoder_folder), with_values=False)
 
     def describe_matches(self, matches: Mapping[str, int]) -> list[str]:

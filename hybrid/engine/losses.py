@@ -86,13 +86,13 @@ class Objective:
 
     def _ranking_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
         assert batch.groups is not None, "a ranking loss needs groups"
-        assert batch.total_groups is not None, "batches with groups have their totals"
+        assert batch.total_ranking_weights is not None, "batches with groups have their totals"
         labels_B, weights_B = by_task(batch.labels, len(self._tasks))[:, t], None
         if batch.weights is not None:
             weights_B = by_task(batch.weights, len(self._tasks))[:, t]
         ranking_loss = RANKING[self._tasks[t].ranking_call.name]
         values_B, counts_B = ranking_loss(outputs_B, labels_B, batch.groups, weights_B)
-        return weighted_summand(values_B, counts_B, batch.total_groups[t].item())
+        return weighted_summand(values_B, counts_B, batch.total_ranking_weights[t].item())
 
     def _column(self, values: Tensor, t: int, outputs: Tensor) -> Tensor:
         moved = to_device(values.to(outputs.dtype), outputs.device)  # whole, since a column is not contiguous

@@ -78,14 +78,14 @@ def test_micro_batches_hold_all_samples_in_order(batch: Batch, num_parts: int) -
 def test_micro_batches_keep_groups_whole(batch: Batch, num_parts: int, data: st.DataObject) -> None:
     steps = [data.draw(st.integers(0, 1)) for _ in batch.labels]
     groups = torch.tensor(steps, dtype=torch.int64).cumsum(0)
-    batch = batch._replace(groups=groups, total_groups=torch.ones(1, dtype=torch.float64))
+    batch = batch._replace(groups=groups, total_ranking_weights=torch.ones(1, dtype=torch.float64))
     parts = batch.split(num_parts)
     assert len(parts) == num_parts
     found = [part.groups for part in parts if part.groups is not None]
     assert torch.equal(torch.cat(found), groups)
     assert sum(len(each.unique()) for each in found) == len(groups.unique())
     for part in parts:
-        assert part.total_groups is batch.total_groups
+        assert part.total_ranking_weights is batch.total_ranking_weights
 
 
 def described(batch: Batch) -> list[object]:
@@ -110,11 +110,11 @@ def test_row_keys_are_equal_for_equal_samples(batch: Batch, data: st.DataObject)
     batch = batch._replace(
         dense_features=dense_BF.view_as(batch.dense_features), sparse_features=sparse._replace(ids_L=ids_L)
     )
-    keys, samples = batch.row_keys().tolist(), described(batch)
+    keys, samples = batch.feature_hashes().tolist(), described(batch)
     assert len(keys) == len(samples)
     for i, j in product(range(len(keys)), repeat=2):
         assert (keys[i] == keys[j]) == (samples[i] == samples[j])
-    assert [key for part in batch.split(3) for key in part.row_keys().tolist()] == keys
+    assert [key for part in batch.split(3) for key in part.feature_hashes().tolist()] == keys
 
 
 def test_row_keys_depend_on_the_order_of_sequences() -> None:
@@ -123,15 +123,15 @@ def test_row_keys_depend_on_the_order_of_sequences() -> None:
     batch = Batch(torch.zeros(5, NUM_DENSE), sparse, torch.zeros(5), 5)
 
     def which_are_equal(*sequences: int) -> list[int]:
-        keys = batch.row_keys(sequences).tolist()
+        keys = batch.feature_hashes(sequences).tolist()
         return [keys.index(key) for key in keys]
 
     assert which_are_equal() == [0, 0, 0, 3, 4]
     assert which_are_equal(0) == [0, 1, 0, 3, 4]
     assert which_are_equal(1) == [0, 0, 2, 3, 4]
     assert which_are_equal(0, 1) == [0, 1, 2, 3, 4]
-    parts = [key for part in batch.split(3) for key in part.row_keys((0, 1)).tolist()]
-    assert parts == batch.row_keys((0, 1)).tolist()
+    parts = [key for part in batch.split(3) for key in part.feature_hashes((0, 1)).tolist()]
+    assert parts == batch.feature_hashes((0, 1)).tolist()
 
 
 sizes_of_groups = st.lists(st.integers(1, 6), max_size=12)

@@ -23,7 +23,7 @@ from hybrid.data.prepare.synthetic_log import ClickLog
 from hybrid.data.stream.stream_cursor import open_source
 from hybrid.data.stream.units import fit_on_blocks
 from hybrid.dense.net_builder import build_dense_net
-from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_ids, bytes_per_row, unpooled_ids
+from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_sizes, bytes_per_row, unpooled_ids
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, TableSpec, tables_of
 from hybrid.engine.model_builder import (
     place_configured_tables,
@@ -121,7 +121,7 @@ def _shards(plan: Plan, ids_per_sample: Mapping[str, float]) -> Table:
     for table, of_table in groupby(plan.placement.shards, lambda shard: shard.table):
         workers = [shard.worker for shard in of_table]
         location = f"worker{'s' * (len(workers) > 1)} {_ranges(workers)}"
-        if bag_ids(table, ids_per_sample):
+        if bag_sizes(table, ids_per_sample):
             is_pooled_by_trainers = table.name in plan.placement.pooled_by_trainers
             location += f", pooled by {'trainers' if is_pooled_by_trainers else 'workers'}"
         shards.add_row(
@@ -285,7 +285,7 @@ def traffic(
     for table in tables:
         holders = [shard.worker for shard in placement.shards if shard.table.name == table.name]
         num_shards = len(holders)
-        bags = bag_ids(table, ids_per_sample)
+        bags = bag_sizes(table, ids_per_sample)
         ids_by_pooling = [samples * sum(means) for means in bags.values()]
         bag_total = sum(ids_by_pooling)
         unpooled, positions = (samples * each for each in unpooled_ids(table, ids_per_sample))

@@ -118,8 +118,8 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
         of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
         if report.num_rows and not label.count:
             yield f"none of {report.num_rows:,} evaluated rows has a label{of_task}: there are no metrics"
-        if label.only is not None and label.kind == "binary":
-            rows = f"all {label.count:,} evaluated rows have label {label.only:g}{of_task}"
+        if label.constant is not None and label.kind == "binary":
+            rows = f"all {label.count:,} evaluated rows have label {label.constant:g}{of_task}"
             yield f"{rows}: AUC is undefined for them"
     for column in report.unknown:
         if column.several:

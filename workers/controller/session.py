@@ -109,7 +109,7 @@ class Session:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
         self._data_folder = data_folder
-        self.encoder = encoder or FeatureEncoder.of_rows(input_spec)
+        self.encoder = encoder or FeatureEncoder.identity(input_spec)
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         source = None if data_folder is None else str(data_folder.absolute())

@@ -42,7 +42,7 @@ class LabelReport:
     best_log_loss: float | None = None
 
     @property
-    def only(self) -> float | None:
+    def constant(self) -> float | None:
         """The label that all counted samples of a classification task share, or None."""
         return self.lowest if self.kind in ("binary", "classes") and self.lowest == self.highest else None
 

@@ -112,7 +112,7 @@ class PreparedDataset:
             return None
         return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
-    def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
+    def total_ranking_weights(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the ranking loss weight of ``rows``, which are complete groups, for each task, (T,)."""
         targets = self._targets.select(rows)
         assert targets.groups_B is not None

@@ -210,7 +210,7 @@ class FeatureEncoder:
     sparse: tuple[SparseEncoding, ...]
 
     @classmethod
-    def of_rows(cls, spec: InputSpec) -> FeatureEncoder:
+    def identity(cls, spec: InputSpec) -> FeatureEncoder:
         """Return the identity encoder of a model trained on batches: numbers and valid ids stay unchanged."""
         dense = tuple(map(DenseEncoding, spec.dense_features))
         sparse = [

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import JOINS, PATH_KEYS, TRAIN
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.input_files import expand, find_side_files, list_files
+from hybrid.data.parse.input_files import expand_pattern, find_side_files, list_files
 from hybrid.data.parse.side_tables import read_side_tables
 from hybrid.data.parse.sources import read_names
 from hybrid.errors import ConfigError
@@ -38,7 +38,7 @@ def check_columns(config: RunConfig) -> None:
         return
     for split, paths in data.paths.items():
         if data.is_stream:  # the first unit may come later
-            found = (path for text in paths for path in expand(text) if storage.exists(path))
+            found = (path for text in paths for path in expand_pattern(text) if storage.exists(path))
             paths = tuple(map(str, islice(found, 1)))
             if not paths:
                 continue

@@ -117,7 +117,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
     files: list[StoragePath] = []
-    for path in chain.from_iterable(map(expand, paths)):
+    for path in chain.from_iterable(map(expand_pattern, paths)):
         found = storage.find_entry(path)
         if found is None:
             raise DataError(f"{path}: no such file or folder; check {key}")
@@ -130,7 +130,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     return tuple(files)
 
 
-def expand(text: str) -> list[StoragePath]:
+def expand_pattern(text: str) -> list[StoragePath]:
     """Return the sorted, visible matches of a pattern; if there are none, or ``text`` exists, its path."""
     path = parse_path(text)
     parts = path_parts(path)

@@ -193,9 +193,9 @@ def _write_files(
             raise DataError(
                 f"{names}: no training row has a weight above 0{of_task}; check {mask}data.weight"
             )
-        if label.only is not None:
+        if label.constant is not None:
             rule = f"check {key}.label, data.positive_labels and data.negative_labels"
-            found = f"every training row has label {label.only:g}{of_task}, nothing to learn; {rule}"
+            found = f"every training row has label {label.constant:g}{of_task}, nothing to learn; {rule}"
             if (invalid := reports[TRAIN].bad_rows).total:
                 found += f"; {invalid.total:,} rows are invalid, the first: {invalid.examples[0]}"
             raise DataError(f"{names}: {found}")

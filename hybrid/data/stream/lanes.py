@@ -90,7 +90,7 @@ class Lane:
             self.num_ready += samples.size
         return block is not None
 
-    def take(self, end: int) -> list[EncodedBlock]:
+    def read_until(self, end: int) -> list[EncodedBlock]:
         """Return the next rows of the lane, up to row ``end``, but at least one; [] if no row is left."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
@@ -178,7 +178,7 @@ class LaneReader:
 
     def _read(self) -> Generator[Batch, None, None]:
         step = self._first_step
-        while parts := [part for lane, end in self._quotas(step + 1) for part in lane.take(end)]:
+        while parts := [part for lane, end in self._quotas(step + 1) for part in lane.read_until(end)]:
             step += 1
             self._positions[step] = self._current()
             self._positions.pop(step - _KEPT_POSITIONS, None)

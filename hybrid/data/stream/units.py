@@ -26,7 +26,7 @@ from hybrid.config.data_sections import FITTED_SCALINGS, PATH_KEYS, TRAIN
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics, fit_encoder
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.input_files import InputFile, expand, find_side_files, list_files, path_parts
+from hybrid.data.parse.input_files import InputFile, expand_pattern, find_side_files, list_files, path_parts
 from hybrid.data.parse.side_tables import read_side_tables
 from hybrid.data.parse.sources import RawBlock, Segment, parse, read_segment, split_files
 from hybrid.data.values.invalid_rows import InvalidRowLog
@@ -111,7 +111,7 @@ class Files:
         data, is_first_search = self._config.data, self._known is None
         known = self._known = self._known or set()
         end = None if last is None else (last.path_index, path_parts(parse_path(last.name)))
-        for index, path in ((i, path) for i, text in enumerate(data.path) for path in expand(text)):
+        for index, path in ((i, path) for i, text in enumerate(data.path) for path in expand_pattern(text)):
             name = str(path)
             if last is not None and end is not None and (index, path_parts(path)) <= end:
                 if name not in known and storage.exists(path):

@@ -179,10 +179,10 @@ class TableShards(HostedModule, TableSource):
                 )
             with_grads.append((group, bags, grad.to(self._dtype)))
         if marks and not marks[0].all():
-            with_grads, idle = self._used(with_grads, marks[0].bool())
+            with_grads, idle = self._select_used(with_grads, marks[0].bool())
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
-    def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
+    def _select_used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
         """Return the gradients of used bags, and names of idle tables. A pooled item has one mark."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])

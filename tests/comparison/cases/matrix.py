@@ -220,7 +220,7 @@ class Case:
         if self.tasks != "ranked":
             return self._batches(trainer)
         steps = [*zip_longest(*map(self._batches, range(self.trainers)), fillvalue=Batch.empty(2, len(ROWS)))]
-        return [step[trainer]._replace(total_groups=_ranking_totals(step)) for step in steps]
+        return [step[trainer]._replace(total_ranking_weights=_ranking_totals(step)) for step in steps]
 
     def _batches(self, trainer: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(100 + trainer)

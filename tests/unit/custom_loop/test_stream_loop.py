@@ -145,7 +145,7 @@ def test_trainers_read_the_rows_of_one_process(tmp_path: Path) -> None:
         steps: list[Any] = []
         while stream.open(len(steps), lambda: None):
             steps += stream.slices(Slicing())
-            stream.end_part(len(steps))
+            stream.advance_to(len(steps))
         return steps
 
     (whole,), trainers = together(1, read), together(3, read)

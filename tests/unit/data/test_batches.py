@@ -281,11 +281,11 @@ def test_batches_have_the_group_totals_of_the_step(tmp_path: Path) -> None:
     assert [[len(local.labels) for local in step] for step in steps] == [[0, 6], [1, 5]]
     assert [local.global_size for step in steps for local in step] == [6] * 4
     # Groups a, b and d have both labels; spent differs in every group of several rows.
-    totals = [local.total_groups for step in steps for local in step]
+    totals = [local.total_ranking_weights for step in steps for local in step]
     assert torch.stack(totals).tolist() == [[2, 2], [2, 2], [1, 1], [1, 1]]
     plain = BatchLoader(dataset, batch_size=6)
     with plain.batches(0) as stream:
-        assert next(stream).total_groups is None
+        assert next(stream).total_ranking_weights is None
 
 
 def test_groups_and_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:

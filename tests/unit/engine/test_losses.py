@@ -100,7 +100,7 @@ def test_loss_is_the_sum_of_weighted_means(has_weights: bool) -> None:
 def ranked(has_weights: bool) -> tuple[Tensor, Batch]:
     outputs, batch = samples(has_weights)
     totals = ranking_totals(by_task(batch.labels, len(RANKED)), batch.weights, GROUPS)
-    return outputs, batch._replace(groups=GROUPS, total_groups=totals)
+    return outputs, batch._replace(groups=GROUPS, total_ranking_weights=totals)
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
