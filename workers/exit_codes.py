@@ -156,7 +156,7 @@ class StopRequest:
     """A request to stop a run, made by a signal during :meth:`handling_signals`.
 
     Args:
-        seconds: time from the request to an Interrupt in the block, if the block has not ended by then.
+        seconds: time from the request until an Interrupt, unless :meth:`handling_signals` has ended.
         forward: called when the stop is requested.
     """
 

@@ -355,9 +355,9 @@ class Session:
 
 
 class DatasetSession(Session):
-    """A session that trains and evaluates on a prepared data set; ConfigError if a held-out split is empty.
+    """A session that trains and evaluates on a prepared data set; the base class of ``StreamSession``.
 
-    ``StreamSession`` inherits the evaluation, and sets the attributes itself.
+    ConfigError or DataError if a held-out split is empty, or a metric or ranking loss does not fit the data.
 
     Attributes:
         ended_unit: the name of a unit of a stream that has ended, until the caller sets it to an empty text.

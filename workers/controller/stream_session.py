@@ -58,8 +58,8 @@ class StreamSession(DatasetSession):
         stored: the checkpoint that will be loaded; None for a new run, which waits for its first unit.
 
     Raises:
-        ConfigError: there are more trainers than partitions of a topic; see also :class:`Session`.
-        DataError: the first unit is missing, or cannot be read.
+        ConfigError: a topic, a column or a custom metric cannot be used; see also :class:`Session`.
+        DataError, StorageError: the first unit is missing, or cannot be read.
 
     Attributes:
         encoder: fitted on a sample of the first unit. With ``train.initial``, it scales numbers as the
@@ -169,7 +169,7 @@ class StreamSession(DatasetSession):
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint, and continue at its position in the stream; errors as in :meth:`Session.load`.
 
-        CheckpointError if it has no such position; DataError if files of its unit have changed.
+        CheckpointError if it has no such position; ConfigError or DataError if its unit cannot be continued.
         """
         self._cursor.restore(stored)
         if self.unit is not None:

@@ -158,7 +158,7 @@ def record_script_checkpoints(scratch: Path, folder: StoragePath) -> None:
 
 
 def script_checkpoints(scratch: Path) -> StoragePath | None:
-    """Return the checkpoint folder recorded in ``scratch``; None without one, or if ``scratch`` has a run."""
+    """Return the checkpoint folder recorded in ``scratch``; None if there is none, or in a run folder."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
     return parse_path(files.read_text(path)) if path.is_file() and not is_run else None

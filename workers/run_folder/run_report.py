@@ -164,7 +164,7 @@ def _flat(
     title_of: Callable[[str], str] = metric_title,
     before: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield title and value of each entry that is not None; ``between`` joins titles of nested mappings."""
+    """Yield (title, value) of each entry but None; ``between`` joins a mapping's title to nested titles."""
     for name, value in values.items():
         title = before + title_of(name)
         if isinstance(value, Mapping):

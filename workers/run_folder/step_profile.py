@@ -84,7 +84,7 @@ class Profile:
             write_bytes(folder / name, text.encode())
 
     def _rows(self, spans: Sequence[Span]) -> Iterator[str]:
-        """Yield the lines of a role's table by first occurrence; nested spans follow their parent."""
+        """Yield the lines of a role's table in order of first occurrence; children follow their parent."""
         by_path: dict[SpanPath, list[Span]] = defaultdict(list)
         for path, span in _paths(spans):
             by_path[path].append(span)
