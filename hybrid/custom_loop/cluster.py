@@ -129,9 +129,9 @@ class Cluster:
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, wrap the rest in DDP, and return the module to call.
 
-        All trainers call it together. All replicas get the parameters of trainer 0. All trainers take
-        each step of a ``torch.optim`` optimizer together: ``train.clip_norm`` then scales all gradients, of
-        parameters and tables, and ``train.non_finite`` may drop all of them.
+        All trainers call it together. All replicas get the parameters of trainer 0. All trainers take each
+        step of a ``torch.optim`` optimizer of these parameters together: ``train.clip_norm`` then scales all
+        gradients, of parameters and tables, and ``train.non_finite`` may drop all of them.
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
@@ -300,8 +300,7 @@ class Cluster:
         loop = self._require_loop()
         if loop.has_batch or not loop.history.is_recorded:  # a script that resumes does not repeat the call
             return self._evaluate(loop, data, size)
-        known = loop.history.known_evaluation()
-        metrics = self._evaluate(loop, data, size) if known is None else known
+        metrics = loop.history.known_evaluation() or self._evaluate(loop, data, size)
         loop.history.now.evaluations += (dict(metrics),)
         return metrics
 
@@ -311,8 +310,7 @@ class Cluster:
         net, outer = loop.model.net, loop.pass_sizes
         with evaluating(net):
             for batch in self.batches(data, size):
-                missing = [name for name in tasks if name not in batch]
-                if missing:
+                if missing := [name for name in tasks if name not in batch]:
                     raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
                 labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
                 ones_B = torch.ones_like(labels_BT[:, 0])
@@ -350,12 +348,14 @@ class Cluster:
             CheckpointError: the checkpoint has another model, data or objects, or all are damaged; or
                 ``folder`` is itself a checkpoint.
             ConfigError: another run uses the folder, or the folder cannot be created.
+            DataError: the state of an object has a value that a checkpoint cannot store.
             RuntimeError: the script has already called :meth:`resume`, or has begun the first step.
             ValueError: ``every_steps`` is below 1.
         """
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
         loop, root = self._require_loop(), parse_path(folder)
+        start = describe_start(loop.model.net, objects, self.world_size)
         loop.advance(RESUME)
         if self._backend.snapshot is not None:
             return  # hybrid compare runs the first steps of the script
@@ -365,7 +365,7 @@ class Cluster:
         self._root, self._objects, self._every_steps = root, objects, every_steps
         history = loop.history
         history.is_recorded = True
-        history.now.start = describe_start(loop.model.net, objects, self.world_size)
+        history.now.start = start
         step = -1
         if self.rank == 0:
             if storage.exists(root / MANIFEST_FILE):

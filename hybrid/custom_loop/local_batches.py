@@ -230,9 +230,7 @@ def _checked_group_ends(batch: Any, whole: str, size: int) -> npt.NDArray[np.int
     sizes_G = np.diff(ends_G, prepend=0)
     if (largest := int(sizes_G.max())) > size:
         group = groups_B[ends_G[sizes_G.argmax()] - 1]
-        raise DataError(
-            f"group {group} has {largest} samples, more than a batch of {size}: give a larger size"
-        )
+        raise DataError(f"group {group} has {largest} samples, more than size = {size}: give a larger size")
     return ends_G
 
 

@@ -57,13 +57,9 @@ class LoopProgress:
 
     def is_possible(self, num_steps: int) -> bool:
         """Return whether a loop can have this progress after ``num_steps`` steps."""
-        passes = self.epoch, self.first_pass, self.pass_index
-        return (
-            min(*passes, self.samples) >= 0
-            and max(passes) <= num_steps + _MAX_EMPTY_PASSES
-            and self.samples < _MAX_SAMPLES
-            and self.first_pass <= self.pass_index
-        )
+        most = num_steps + _MAX_EMPTY_PASSES
+        is_in_order = 0 <= self.first_pass <= self.pass_index <= most
+        return is_in_order and 0 <= self.epoch <= most and 0 <= self.samples < _MAX_SAMPLES
 
 
 class PassHistory:
@@ -158,19 +154,24 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return settings of optimizers and schedulers, and for nets with dropout the number of trainers."""
+    """Return settings of optimizers and schedulers, and for nets with dropout the number of trainers.
+
+    Raises:
+        DataError: the state of an object has a value that a checkpoint cannot store.
+    """
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
-        state: dict[str, Any] = each.state_dict()
+        state: Any = each.state_dict()
+        groups = state["param_groups"] if isinstance(each, torch.optim.Optimizer) else [state]
+        _encode(groups, type(each).__name__)
         if isinstance(each, torch.optim.Optimizer | LRScheduler):
-            for index, group in enumerate(state.get("param_groups", [state])):
+            for index, group in enumerate(groups):
                 values = {name: value for name, value in group.items() if name != "params"}
                 owner = f"{type(each).__name__} (object {number}, group {index})"
                 start |= {f"{name} of {owner}": repr(value) for name, value in values.items()}
     dropouts = [name for name, module in net.named_modules() if _has_dropout(module)]
     if dropouts:
-        condition = f"number of trainers, on which the masks of dropout in {dropouts[0]} depend"
-        start[condition] = str(num_trainers)
+        start[f"number of trainers, on which dropout in {dropouts[0]} depends"] = str(num_trainers)
     return start
 
 
@@ -279,8 +280,9 @@ def _encode(value: Any, owner: str) -> Any:
     if isinstance(value, list | tuple):
         values = [_encode(each, owner) for each in value]
         return values if isinstance(value, list) else {_TUPLE: values}
-    if not isinstance(value, bool | int | float | str | None):
-        raise DataError(f"the state of {owner} has a {type(value).__name__}, which a checkpoint cannot store")
+    if not isinstance(value, int | float | str | None) or (isinstance(value, int) and abs(value) >= 1 << 64):
+        kinds = "dicts, lists, texts and numbers of at most 64 bits"
+        raise DataError(f"the state of {owner} has a {type(value).__name__}; checkpoints store {kinds}")
     return value
 
 

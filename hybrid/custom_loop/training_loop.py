@@ -285,7 +285,7 @@ class TrainingLoop:
         """Yield the columns of each micro-batch, and call ``before_step`` before each step.
 
         Raises:
-            RuntimeError: the script did not train on a micro-batch, called ``load``, or began another pass.
+            RuntimeError: the script left out a micro-batch, called ``load``, or began another training pass.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
@@ -374,7 +374,7 @@ class TrainingLoop:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
         On a cluster, the first call also tests whether a copy of the module accepts the few samples that
-        this trainer gets of a smaller last batch.
+        this trainer gets of a smaller last batch, except in a pass with ``whole``.
 
         Raises:
             DataError: the copy fails with the few samples, but not with the samples of the first batch.
