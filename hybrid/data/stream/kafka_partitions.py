@@ -50,7 +50,7 @@ def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
     return [rows + (partition < more) for partition in range(len(unit.offsets))]
 
 
-def advance(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
+def advance_unit(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
     """Return ``unit`` with its step, and any offsets, moved by ``num_steps`` steps; lanes stay unchanged."""
     offsets = zip(unit.offsets, _rows_of_step(config, unit), strict=True)
     moved = tuple(offset + num_steps * rows for offset, rows in offsets)

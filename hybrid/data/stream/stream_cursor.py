@@ -18,7 +18,7 @@ from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics
 from hybrid.data.parse.input_files import find_side_files
-from hybrid.data.stream.kafka_partitions import PartitionReader, Topic, advance
+from hybrid.data.stream.kafka_partitions import PartitionReader, Topic, advance_unit
 from hybrid.data.stream.lanes import LaneReader
 from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowReport
@@ -138,7 +138,7 @@ class StreamCursor:
         """Count steps of the unit as taken."""
         assert self.unit is not None
         self.num_ready -= num_steps
-        self.unit = advance(self._config, self.unit, num_steps)
+        self.unit = advance_unit(self._config, self.unit, num_steps)
 
     def is_delta_due(self, event_time: float) -> bool:
         """Return whether a delta is due after a step whose latest event time is ``event_time``.

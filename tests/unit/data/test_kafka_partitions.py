@@ -4,7 +4,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.column_check import check_columns
-from hybrid.data.stream.kafka_partitions import Topic, advance
+from hybrid.data.stream.kafka_partitions import Topic, advance_unit
 from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit, fit_on_blocks
 from hybrid.errors import ConfigError, DataError
@@ -89,9 +89,9 @@ def test_step_has_equally_many_offsets_of_each_partition(kafka: MockKafka) -> No
         assert numbers == [number_of(p, step * n + i) for p, n in enumerate(rows) for i in range(n)]
     for trainers in (2, 4):
         assert read(config, encoder, unit, num_steps, trainers) == whole
-    for step in (1, 7, 14):
-        for trainers in (1, 3):
-            assert read(config, encoder, advance(config, unit, step), 15 - step, trainers) == whole[step:]
+    for step, trainers in product((1, 7, 14), (1, 3)):
+        at_step = advance_unit(config, unit, step)
+        assert read(config, encoder, at_step, 15 - step, trainers) == whole[step:]
 
 
 def test_partition_that_is_behind_is_waited_for(kafka: MockKafka) -> None:
@@ -107,7 +107,7 @@ def test_partition_that_is_behind_is_waited_for(kafka: MockKafka) -> None:
         reading.join(2.0)
         assert not taken
         fill(kafka, "behind", [0, 0, 49_000, 49_000], start=1000)
-        assert topic.count_steps(advance(config, unit, 1)) == 49
+        assert topic.count_steps(advance_unit(config, unit, 1)) == 49
         reading.join(30)
         taken += [next(stream) for _ in range(48)]
     for step, batch in enumerate(taken, start=1):
@@ -174,11 +174,11 @@ def test_topic_that_does_not_fit_is_refused(kafka: MockKafka) -> None:
         with pytest.raises(ConfigError, match="fits") as caught:
             Topic(configure(kafka, "fits", f"{key} = {value}"))
         assert caught.value.key == key
-    for changed in (replace(unit, offsets=(0,) * 3), replace(unit, name="other"), advance(config, unit, 9)):
+    late = advance_unit(config, unit, 9)
+    for changed in (replace(unit, offsets=(0,) * 3), replace(unit, name="other"), late):
         with pytest.raises(DataError, match="fits"):
             topic.count_steps(changed)
-    late = open_reader(config, encoder, advance(config, unit, 9), 0, 1)
-    with late.batches() as stream, pytest.raises(DataError, match="fits"):
+    with open_reader(config, encoder, late, 0, 1).batches() as stream, pytest.raises(DataError, match="fits"):
         next(stream)
 
 
