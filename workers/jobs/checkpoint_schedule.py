@@ -313,7 +313,7 @@ class Checkpoints:
         return bool(now.is_delta_due or is_due_by_time or is_due_by_steps)
 
     def _write_delta(self, now: TrainingState) -> None:
-        """Write a delta before a full checkpoint, so ``hybrid export --follow`` need not read the latter."""
+        """Write a delta before a full checkpoint, so that ``hybrid.follow`` need not read the checkpoint."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()

@@ -125,7 +125,7 @@ class RendezvousStore(dist.Store):
         return int(self._request("add", key, str(amount)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store ``desired`` if the value, "" if ``key`` is missing, is ``expected``; return the new value.
+        """Store ``desired`` if the value of ``key``, "" if missing, is ``expected``; return the final value.
 
         If the key is still missing, return ``expected``, as torch's stores do.
         """
