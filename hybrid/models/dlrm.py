@@ -11,6 +11,7 @@ Without dense features there is no z_0.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -48,11 +49,11 @@ class DotInteraction(nn.Module):
     def __init__(self, num_vectors: int, dim: int) -> None:
         super().__init__()
         self.vectors_shape = (num_vectors, dim)
-        rows_P, columns_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        pair_of_NN = torch.zeros(num_vectors, num_vectors, dtype=torch.int64)
-        pair_of_NN[rows_P, columns_P] = pair_of_NN[columns_P, rows_P] = torch.arange(rows_P.numel())
-        self.register_buffer("pairs_P", rows_P * num_vectors + columns_P, persistent=False)
-        self.register_buffer("pair_of_NN", pair_of_NN, persistent=False)
+        rows_P, columns_P = np.tril_indices(num_vectors, -1)
+        pair_of_NN = np.zeros((num_vectors, num_vectors), np.int64)
+        pair_of_NN[rows_P, columns_P] = pair_of_NN[columns_P, rows_P] = np.arange(len(rows_P))
+        self.register_buffer("pairs_P", torch.tensor(rows_P * num_vectors + columns_P), persistent=False)
+        self.register_buffer("pair_of_NN", torch.tensor(pair_of_NN), persistent=False)
 
     def forward(self, bottom_BD: Tensor, pooled_BE: Tensor) -> Tensor:
         vectors_BND = torch.cat([bottom_BD, pooled_BE], dim=1).view(pooled_BE.size(0), *self.vectors_shape)

@@ -33,7 +33,7 @@ class HSTUBlock(nn.Module):
         self.num_heads, self.longest = num_heads, longest
         self.norm, self.attention_norm = nn.LayerNorm(dim), nn.LayerNorm(dim, eps=1e-6)
         self.projection, self.output = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(dim, dim)
-        self.biases_T = nn.Parameter(torch.empty(longest).normal_(std=0.02))
+        self.biases_T = nn.Parameter(torch.normal(0.0, 0.02, (longest,)))
 
     def forward(self, x_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
         """Return ``x_BTD`` after this block; no position attends to padding (``is_item_BT`` is False)."""

@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 1) -> None:
         super().__init__()
-        self.positions_TD = nn.Parameter(torch.empty(longest, dim).normal_(std=dim**-0.5))
+        self.positions_TD = nn.Parameter(torch.normal(0.0, dim**-0.5, (longest, dim)))
         self.blocks = nn.ModuleList(AttentionBlock(dim, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(dim)
 
