@@ -57,8 +57,7 @@ class _RunCollector(Collector):
         times = {kind: record["time"] for kind, record in records.items() if "time" in record}
         yield _family("timestamp_seconds", "Time of the last record.", ["kind"], times)
         text = "Time by phase between the last two log steps, mean over the trainers."
-        seconds = records.get("train", {}).get("phase_seconds", {})
-        yield _family("phase_seconds", text, ["phase"], seconds)
+        yield _family("phase_seconds", text, ["phase"], records.get("train", {}).get("phase_seconds", {}))
         text = "Resident memory of each role that this process has started."
         resident: dict[str, int] = {}
         for process in psutil.Process().children(recursive=True):
@@ -113,8 +112,7 @@ def serving(listener: socket.socket, folder: Path) -> Iterator[None]:
         if environment["PATH_INFO"] == "/healthz":
             start("200 OK", [("Content-Type", "text/plain")])
             return [b"ok\n"]
-        content: Iterable[bytes] = metrics(environment, start)
-        return content
+        return metrics(environment, start)  # type: ignore[no-any-return]
 
     with _MetricsServer(("", 0), _MetricsHandler, bind_and_activate=False) as server:
         server.socket.close()
@@ -123,5 +121,7 @@ def serving(listener: socket.socket, folder: Path) -> Iterator[None]:
         server.setup_environ()
         server.set_app(answer)
         threading.Thread(target=server.serve, name="prometheus", daemon=True).start()
-        yield
-        server.shutdown()
+        try:
+            yield
+        finally:
+            server.shutdown()

@@ -3,10 +3,11 @@
 import json
 import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def samples(port: int) -> dict[tuple[str, ...], float]:
     families = text_string_to_metric_families(get(port, "/metrics"))
     found = [each for family in families for each in family.samples]
     return {(each.name, *each.labels.values()): each.value for each in found}
+
+
+def test_the_server_ends_with_a_failed_run(port: int, tmp_path: Path) -> None:
+    section = ClusterSection(metrics_port=port)
+    with suppress(RuntimeError), serving_metrics(section, tmp_path):
+        (thread,) = (each for each in threading.enumerate() if each.name == "prometheus")
+        raise RuntimeError
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_the_last_record_of_each_kind_is_served(served: Path, port: int) -> None:
