@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from pathlib import PurePosixPath
+from urllib.parse import unquote
 
 from hybrid.config.data_sections import (
     GROW,
@@ -71,11 +73,9 @@ def _check_initial(key: str, table: TableSection) -> None:
     if call.name == "positions" and table.init != "uniform":
         raise ConfigError(key, "has all rows of the table, so init must not be set", table.initial)
     if re.search(r"\.(npy|safetensors)(#|$)", call.name):
-        rule = (
-            "has rows without values; name the run, or the exported folder, which has both, or write "
-            f"positions({table.initial}) if the file has the rows of this table in order"
-        )
-        raise ConfigError(key, rule, table.initial)
+        rule = "has rows without values; name the run, or the exported folder, which has both"
+        by_position = f"positions({table.initial}) if the file has the rows of this table in order"
+        raise ConfigError(key, f"{rule}, or write {by_position}", table.initial)
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
@@ -108,8 +108,7 @@ def _check_data(config: RunConfig) -> None:
     if data.format == "synthetic" and data.joins:
         raise ConfigError("data.joins", "must be empty for the synthetic click log", data.joins)
     if data.format == "synthetic" and data.vocabulary_call.name == GROW:
-        rule = "must not be grow for the synthetic click log, whose ids are row numbers"
-        raise ConfigError("data.vocabulary", rule, data.vocabulary)
+        raise ConfigError("data.vocabulary", "must not be grow for the synthetic click log", data.vocabulary)
     check_fields(data)
     if data.is_stream:
         _check_stream(config)
@@ -152,6 +151,10 @@ def _check_stream(config: RunConfig) -> None:
     ):
         if is_refused:
             raise ConfigError(key, f"{needed}, {rule}", attrgetter(key)(config))
+    if (until := data.stream_call.arguments.get("until")) and until not in data.path:
+        root = PurePosixPath("/-")  # instead of the working directory: match() compares absolute paths whole
+        if not any((root / unquote(until)).match(str(root / unquote(path))) for path in data.path):
+            raise ConfigError("data.stream", "must have an `until` that data.path matches", data.stream)
     if config.has_ranking_loss:
         name = next(name for name, task in config.tasks.items() if task.ranking_loss)
         raise ConfigError(f"tasks.{name}.ranking_loss", f"needs complete groups: must be none, {rule}")
@@ -244,15 +247,10 @@ def _check_retrieval(config: RunConfig) -> None:
         raise ConfigError("tasks", "must hold one task only if its type is retrieval", [*config.tasks])
     if config.data.sparse and task.item not in config.data.sparse:
         raise ConfigError(f"tasks.{name}.type", "item must be a column of data.sparse", task.item)
-    if config.dense.net_call.name in NETS and config.dense.net_call.name != "two_towers":
-        rule = "must be two_towers, or your function, if a task has the type retrieval"
-        raise ConfigError("dense.net", rule, config.dense.net)
+    has_other_net = config.dense.net_call.name in NETS and config.dense.net_call.name != "two_towers"
     for key, is_refused, rule in (
-        (
-            "data.format",
-            config.data.format == "synthetic",
-            "must be that of files: the synthetic log has no choices",
-        ),
+        ("dense.net", has_other_net, "must be two_towers, or your function"),
+        ("data.format", config.data.format == "synthetic", "must be of files: the log has no choices"),
         ("data.stream", config.data.is_stream, "must be none: the items of a stream are not known"),
         ("train.micro_batches", config.train.micro_batches > 1, "must be 1: a loss compares all samples"),
         ("dense.remote_mlp", config.dense.remote_mlp, "must be empty: towers have no common remote net"),

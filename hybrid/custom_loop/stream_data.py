@@ -20,7 +20,7 @@ from hybrid.data.batches import BatchStream
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.data.parse.input_files import check_unchanged
 from hybrid.data.stream.stream_cursor import Reader, StreamCursor, open_reader
-from hybrid.data.stream.units import LanePosition, StreamUnit, with_scaling_of
+from hybrid.data.stream.units import SINCE_CHECKPOINT, LanePosition, StreamUnit, with_scaling_of
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.errors import CheckpointError, ConfigError
@@ -165,7 +165,7 @@ class StreamData(EncodedData):
             raise CheckpointError(f"{stored.folder}: {rule}")
         self._set_encoder(encoder)
         if self._trainer == 0 and self._cursor.unit is not None:
-            check_unchanged(self._cursor.unit.files)
+            check_unchanged(self._cursor.unit.files, SINCE_CHECKPOINT)
 
     def scale_as(self, stored: Checkpoint) -> None:
         """Scale numeric columns by the values fitted in a checkpoint, if it has an encoder."""

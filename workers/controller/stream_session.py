@@ -17,7 +17,7 @@ from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.data.parse.input_files import InputFile, check_unchanged
 from hybrid.data.prepare.preparation import LOCAL_CACHE
 from hybrid.data.stream.stream_cursor import StreamCursor
-from hybrid.data.stream.units import StreamUnit, with_scaling_of
+from hybrid.data.stream.units import SINCE_CHECKPOINT, StreamUnit, with_scaling_of
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.metrics import check_custom_metrics
@@ -173,7 +173,7 @@ class StreamSession(DatasetSession):
         """
         self._cursor.restore(stored)
         if self.unit is not None:
-            check_unchanged(self.unit.files)
+            check_unchanged(self.unit.files, SINCE_CHECKPOINT)
         Session.load(self, stored)
 
     def _share(self, encoder: FeatureEncoder) -> StoragePath | None:

@@ -25,6 +25,7 @@ from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 SAMPLED_BLOCKS = 32
 SAMPLED_BLOCK_BYTES = 32 << 10
+WHILE_READ = "has changed while it was read; start again once it is complete"
 
 
 @contextmanager
@@ -213,9 +214,9 @@ def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
     return tuple(tuple(storage.map_concurrently(InputFile.of, paths)) for paths in lists)
 
 
-def check_unchanged(files: Sequence[InputFile]) -> None:
+def check_unchanged(files: Sequence[InputFile], rule: str = WHILE_READ) -> None:
     """Raise DataError if a file differs from its identity; DataError or StorageError if it is unreadable."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:
-            raise DataError(f"{file.path}: has changed while it was read; start again once it is complete")
+            raise DataError(f"{file.path}: {rule}")

@@ -17,7 +17,7 @@ from hybrid.config import DataSection
 from hybrid.config.data_sections import JOINS
 from hybrid.config.key import Call
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.input_files import InputFile, convert_read_errors, path_columns
+from hybrid.data.parse.input_files import WHILE_READ, InputFile, convert_read_errors, path_columns
 from hybrid.data.parse.sources import Segment, all_columns, read_names, read_segment
 from hybrid.data.values.column_values import decode_dictionaries, take_or_default
 from hybrid.data.values.invalid_rows import format_value
@@ -124,7 +124,7 @@ def _read_table(
                     f"{path}:{wrong.line}: {wrong.found}; a side table ({JOINS}) needs valid rows"
                 )
         if InputFile.of(path).sampled != file.sampled:
-            raise DataError(f"{path}: has changed while it was read; start again once it is complete")
+            raise DataError(f"{path}: {WHILE_READ}")
     if not any(map(len, parts)) and (with_rows or not parts):
         raise DataError(f"{', '.join(call['path'])}: no rows; check {JOINS}")
     with convert_read_errors(lines[0][0]):

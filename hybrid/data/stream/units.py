@@ -39,6 +39,7 @@ SEGMENT_ROWS, SEGMENT_BYTES = 1 << 14, 4 << 20
 # Rows of Parquet, and bytes of text, that a lane reads at once.
 BLOCK_ROWS, BLOCK_BYTES = 1 << 13, 1 << 20
 _SAMPLED_BLOCKS = 32
+SINCE_CHECKPOINT = "has changed since the checkpoint; restore it, or start a new run with train.initial"
 
 _side_tables = lru_cache(maxsize=1)(read_side_tables)  # until a file changes
 
