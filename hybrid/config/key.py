@@ -211,7 +211,10 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rule: Any) -> Key:
-    """Declare an argument in the value of a key, required if ``default`` is None; ``rule`` as in Key."""
+    """Declare an argument of values such as ``NAME(...)``; it is required if ``default`` is None.
+
+    ``rule`` sets attributes of :class:`Key`.
+    """
     return Key(name, kind, is_list, default, "", **rule)
 
 

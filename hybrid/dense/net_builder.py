@@ -40,13 +40,14 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     """Build the dense net of ``dense.net``; equal arguments give equal initial weights.
 
     With ``dense.remote_mlp``, the head takes the output of the remote net. A custom net is the result of
-    ``function(config, input_spec, widths)`` in the user's module. Linear layers use oneDNN if it is faster.
-    Of the built-in nets, ``HISTORY_NETS`` require one sequence, the history, and ``two_towers`` accepts none.
-    Other built-in nets take each vector of a sequence as a separate feature.
+    ``function(config, input_spec, widths)`` in the user's module. Of the built-in nets, ``HISTORY_NETS``
+    require one sequence, the history, and ``two_towers`` accepts none. Other built-in nets take each vector
+    of a sequence as a separate feature. Float32 layers without autocast and tensor parallelism use oneDNN if
+    it is faster.
 
     Args:
-        widths: number of inputs from each sparse feature: a vector with :func:`extra_columns`, or all vectors
-            and the length of a sequence.
+        widths: number of inputs from each sparse feature: its vector, with :func:`extra_columns`; from a
+            sequence, all vectors and the length.
 
     Raises:
         ConfigError: the net needs other columns or widths, or the custom net fails.

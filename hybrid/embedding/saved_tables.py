@@ -1,8 +1,8 @@
 """Readers of stored rows and their feature values, in blocks: checkpoints, exports and Parquet files.
 
-In a checkpoint or an export, the file of the encoder has the value of each row. Files are mapped into memory,
-and values are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values
-as in the data, and a column of vectors (lists of numbers).
+In a checkpoint or an export, the files of a growing table have the key of each row, and the encoder has the
+values of columns with vocabulary "build". Other rows are known by number. Files are read in blocks, so a
+table may be larger than the memory. A Parquet file has columns of values and of vectors (lists of numbers).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class TableSpec:
 
     @property
     def address_key(self) -> AddressKey:
-        """The key of the table's ``AddressSpace``: equal for all tables of one width that do not grow."""
+        """The key of the table's ``AddressSpace`` (``routes.py``): equal for fixed tables of one width."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:

@@ -111,7 +111,7 @@ def _torch_optimizer(spec: OptimizerSpec, parameter: nn.Parameter, rate: float) 
 
 
 def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """Update rows and state in place by FTRL-Proximal (McMahan et al. 2013); the rate may change."""
+    """Update rows and state in place by FTRL-Proximal (McMahan et al. 2013), at this step's rate."""
     if rate < _SMALLEST_FTRL_RATE:
         return
     z_UD, n_UD, l1, l2 = state["z"], state["n"], spec.ftrl_l1, spec.weight_decay

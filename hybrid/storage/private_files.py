@@ -138,8 +138,9 @@ def sync(path: Path) -> None:
 def choose_compile_cache() -> None:
     """Point torch's compile caches to private folders of this user, except caches that the user has set.
 
-    If no private folder can be made, torch and matplotlib get a temporary folder, which is removed at exit.
-    Torch precompiles no headers, unless TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS is set.
+    If no private folder can be made, torch gets a temporary folder, which is removed at exit. Matplotlib gets
+    it, too, since it would warn if $HOME is read-only. Torch precompiles no headers, unless
+    TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS is set.
     """
     os.environ.setdefault(_PRECOMPILE_HEADERS, "0")
     missing = [name for name in _COMPILE_CACHES if not os.environ.get(name)]

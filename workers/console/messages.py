@@ -56,7 +56,7 @@ def logging_to_stderr(level: Verbosity, *, is_role_log: bool = False) -> Iterato
 
     Args:
         level: QUIET logs errors; NORMAL also warnings; VERBOSE also records of level INFO.
-        is_role_log: whether stderr is the log file of a role, which always has INFO records (VERBOSE: DEBUG).
+        is_role_log: whether stderr is a role's log file; it gets INFO at any level, and DEBUG at VERBOSE.
     """
     global _verbosity
     if is_role_log:

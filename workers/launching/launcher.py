@@ -108,7 +108,7 @@ def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextMan
 
 @contextmanager
 def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
-    """Yield a server that forks the roles. It has imported torch, and is in a namespace if allowed."""
+    """Yield a server that forks roles, with torch imported; in a network namespace if allowed."""
     with ForkServer(_PRELOAD, [lock]) as server:
         if uses_namespace(config, run_access.checkpoint_root(folder)):
             try:

@@ -155,7 +155,7 @@ class RunFolder:
         _write_text(self.report, report_page([read_run(self.path, result)]))
 
     def close(self, seconds: float = FAILED_SECONDS) -> None:
-        """Close the files, and wait at most ``seconds`` for the loggers."""
+        """Close metrics.jsonl, and wait at most ``seconds`` for the loggers."""
         try:
             with run_write_errors(self._metrics_path):
                 self._metrics.close()

@@ -81,7 +81,7 @@ def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> I
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the rows of text that arrives in chunks. The rows that a chunk completes are one or more blocks.
+    """Yield the rows of text that arrives in chunks. Complete rows do not wait for the next chunk.
 
     Messages name ``path``. Raise ConfigError if a required column is missing. Raise DataError if the text is
     blank or no plain text, or has a line of more than 16 MiB, an unusable header or a required column twice.
@@ -197,7 +197,7 @@ class _Parser:
             yield rest
 
     def count_complete(self, block: bytes) -> int:
-        """Return the number of bytes before the first row that a later block may continue."""
+        """Return the number of bytes before the first row that may end in a later block."""
         if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
             return len(block)
         lines = _Lines(block, 1, 0)
@@ -325,9 +325,9 @@ class _Parser:
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """Return the column names by position, and the 1-based line of the header, or 0 without a header.
 
-    ``head`` is the first 1 MiB of the file. If all lines of the file are blank, return ``layout.required``
-    and 0. Raise ConfigError if the file lacks a required column, or a side table also has it. Raise DataError
-    if the file is no text, its header is missing or unusable, or it has a required column twice.
+    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, the first line with text is the
+    header, and a file without text has the columns ``layout.required``. Raise the errors of
+    :meth:`Layout.require`, and DataError if the file is no text, or ``head`` has no usable header.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"

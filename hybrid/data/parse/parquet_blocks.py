@@ -34,7 +34,7 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 def read_parquet(
     path: StoragePath, layout: Layout, start: int = 0, stop: int | None = None, block_rows: int = BLOCK_ROWS
 ) -> Iterator[TableBlock]:
-    """Yield the rows of the row groups ``start`` to ``stop`` - 1 (default: all); the first row has line 1.
+    """Yield the rows of row groups ``start`` to ``stop`` - 1 (default: all), numbered by ``lines`` from 1.
 
     For errors, see :func:`hybrid.data.parse.sources.read_segment`. A file of 0 bytes has no rows.
     """

@@ -205,8 +205,8 @@ def parse(
     """Return the valid rows of ``table``, and its invalid rows with the first reason for each.
 
     ``first_row`` is the index of the first row of ``table`` among the rows of all files. Raise ConfigError if
-    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type, or no
-    row of 1000 or more has a known key of a side table.
+    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type, or none
+    of at least 1000 rows has a key of a side table.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)

@@ -124,7 +124,8 @@ class Piece(NamedTuple):
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
         """Yield the name of a split and its rows, block by block; a block may yield several splits.
 
-        ``values`` has an array for each column, to use instead of :meth:`values`; [] leaves out the columns.
+        ``values`` are dictionaries for the columns of data.sparse, in place of the stored ones. With [],
+        blocks have no sparse columns.
         """
         for batch in self._batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))

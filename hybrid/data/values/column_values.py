@@ -133,7 +133,7 @@ def find_rows(mask_L: Mask, lengths_B: npt.NDArray[np.int64]) -> Mask:
 
 
 def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Group flat values into B lists, without nulls; ``lengths_B`` counts all items of each row."""
+    """Group flat values into B lists, and drop nulls; ``lengths_B`` counts the items before this."""
     lists = group_items(items.coded, np.asarray(items.coded.is_valid()), lengths_B)
     return Values(lists, find_rows(items.inexact_B, lengths_B), find_rows(items.too_long_B, lengths_B))
 

@@ -160,7 +160,7 @@ class Lookup:
         return of_items + [grad for grad, is_bits in grads if is_bits]
 
     def send_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send gradients to the workers. The messages also carry the requests of an attached lookup."""
+        """Send gradients to the workers. The messages carry the requests of a later lookup, if any."""
         for worker, grads in by_worker.items():
             attached = self._attached
             request = None if attached is None else LookupRequest(attached._ticket, attached._items[worker])

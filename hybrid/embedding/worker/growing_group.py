@@ -4,12 +4,13 @@ A lookup returns the row of a key, or the initial row if the key has no row. Loo
 update of a step, in order:
 
 1. Each key that the step has read is counted once, however often and on however many trainers.
-2. Keys that are counted in at least ``admit_after`` steps get rows, while there are fewer than ``max_rows``.
+2. Keys with a count of at least ``admit_after`` get rows, if their bucket (one of 1024) has fewer rows than
+   ``max_rows`` / 1024. Counts are halved at each half-life.
 3. The optimizer updates the keys with rows. Gradients of other keys are dropped.
 4. In some buckets of the table, keys that are seldom or no longer read lose their rows.
 
-``key_maps.py`` has the rules. They depend on step numbers and keys only, bucket by bucket. So the number of
-workers, the time, and the order in which messages arrive change nothing.
+``key_maps.py`` has the rules. They depend on step numbers and keys only, so the number of workers, the time,
+and the order in which messages arrive change nothing.
 """
 
 from __future__ import annotations
