@@ -296,7 +296,7 @@ class Ranking:
 
     A metric is the mean over all orders of the samples in each tie, so it does not depend on the order of the
     input. Groups without a label above 0 are left out. GAUC also leaves out groups whose labels are all above
-    0, and recall groups whose labels do not have a sum above 0. Without any group, a metric is NaN.
+    0; recall leaves out groups whose labels have a sum of 0 or less. Without any group, a metric is NaN.
 
     Attributes:
         labels_N: the relevance of each sample, group by group, by descending scores.

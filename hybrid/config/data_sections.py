@@ -413,7 +413,7 @@ def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name
 
 
 def without_growth(vocabulary: str | None) -> str | None:
-    """Return ``vocabulary``, without arguments if it is ``grow``: prepared data do not depend on them."""
+    """Return ``vocabulary``; if it is ``grow``, without its arguments, which do not change prepared data."""
     is_growing = vocabulary is not None and VOCABULARY_CALLS.parse("vocabulary", vocabulary).name == GROW
     return GROW if is_growing else vocabulary
 

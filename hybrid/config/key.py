@@ -132,9 +132,9 @@ class Key:
         """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
         If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. A text with a
-        comma is not a single value, since it may be meant as a list; but it is with ``signatures``, since
-        arguments have commas. For a float key, an integer becomes a float. With ``takes_numbers``, numbers
-        and booleans become text. A valid name with arguments gets its canonical spelling, except in a list.
+        comma may be meant as a list, so it stays, unless ``signatures`` are set. For a float key, an integer
+        becomes a float. With ``takes_numbers``, numbers and booleans become text. A valid name with arguments
+        gets its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
@@ -211,10 +211,7 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rule: Any) -> Key:
-    """Declare an argument of values such as ``NAME(...)``; it is required if ``default`` is None.
-
-    ``rule`` sets attributes of :class:`Key`.
-    """
+    """Declare an argument of a value ``NAME(...)``, required if ``default`` is None; ``rule`` as in Key."""
     return Key(name, kind, is_list, default, "", **rule)
 
 

@@ -56,7 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the ``--set`` of a role; ConfigError if invalid, or for the master only."""
+    """Return ``config`` with a role's ``--set``; ConfigError if one is invalid or reserved for the master."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -206,7 +206,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return by dotted key what a resumed run must keep: a value, or only its name, without arguments."""
+    """Return the values that a resumed run must keep, by dotted key; of some, only the name before ``(``."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

@@ -302,7 +302,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return the columns' ``grow`` vocabulary, or None; ConfigError if columns differ, or keys conflict."""
+    """Return the ``grow`` vocabulary of a table's columns, or None; ConfigError if keys do not allow it."""
     calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):
@@ -339,7 +339,7 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """Raise ConfigError if the warm-up takes the whole schedule until ``end``, None for an unknown end."""
+    """Raise ConfigError if the warm-up takes the whole schedule; ``end`` is its end, None if unknown."""
     if end is None or section.call.name not in FINITE_SCHEDULES:
         return
     if section.warmup_steps and section.warmup_steps >= end:

@@ -22,8 +22,8 @@ reads its rows at random::
 - ``prepare``: the preparation of a data set, in threads, within a memory limit.
 - ``dataset``: a prepared data set on disk.
 - ``batches``: the order of the rows in an epoch, and a trainer's batches, read ahead.
-- ``stream``: rows that trainers read as they are, once and in order.
+- ``stream``: rows that trainers read from files or a Kafka topic without preparation, once and in order.
 
-The preparation makes training exact: the number of rows is known, and every epoch has an order of all rows. A
-position in training is (epoch, step). Step ``s`` has the same samples for any number of trainers.
+After the preparation, the number of rows is known, and every epoch has an order of all rows. So step ``s`` of
+an epoch has the same samples for any number of trainers.
 """

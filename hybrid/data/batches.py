@@ -232,11 +232,7 @@ class ShuffledOrder:
         a step                  rows of lane 0, as many of lane 1, ...
 
     A slice of a step is contiguous, so it has rows of few lanes. A trainer reads only the chunks of these
-    lanes.
-
-    The first ``p`` positions of an epoch have ``(p + turn[l]) // L`` rows of lane ``l`` of ``L``. ``turn`` is
-    a permutation of 0 .. ``L`` - 1, so these numbers add up to ``p``. The turns of adjacent lanes are far
-    apart, so a step with fewer rows than lanes does not take all of its rows from adjacent lanes.
+    lanes. If a step has fewer rows than there are lanes, it takes them from lanes that are far apart.
 
     Args:
         num_lanes: number of lanes; 0 for a shuffle without lanes.
@@ -246,6 +242,7 @@ class ShuffledOrder:
         self._num_rows = num_rows
         self._key = (seed, epoch)
         self._has_lanes = num_lanes > 0
+        # A permutation: the first p positions of an epoch have (p + turn) // L rows of a lane, p in all.
         self._turns_L = np.argsort(np.argsort(np.arange(max(1, num_lanes)) * _GOLDEN % 1.0))
         num_chunks = -(-num_rows // CHUNK_ROWS)
         self._chunks = np.random.default_rng((*self._key, _CHUNK_STREAM)).permutation(num_chunks)

@@ -103,7 +103,7 @@ class ReferenceLoss:
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
 
     def _retrieval_loss(self, outputs_NO: Tensor, slices: Sequence[Batch], counts_I: Tensor) -> Tensor:
-        """Return the weighted mean cross-entropy of each item among the items of samples with weights > 0."""
+        """Return the weighted mean cross-entropy of each sample's item among all items of weight above 0."""
         (task,) = self._tasks
         feature = self._features.index(task.item)
         ids_N = torch.cat([batch.sparse_features.ids(feature) for batch in slices])
@@ -118,7 +118,7 @@ class ReferenceLoss:
 
 
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
-    """Return the mean loss of groups with different labels, weighted by the mean weight of each group."""
+    """Return the mean loss of the groups whose labels differ, weighted by the mean weight of a group."""
     labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
     weights_N = torch.cat([_weights(batch, t) for batch in slices]).to(scores_N)
     groups = [batch.groups for batch in slices if batch.groups is not None]

@@ -77,7 +77,7 @@ def update_rows(
 
 
 def _torch_step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """Update rows and state in place with a torch optimizer, together for rows with equal step counts."""
+    """Update rows and state in place with a torch optimizer, which takes rows of one step count at a time."""
     names = _STATE_OF_VALUES.get(spec.name, {})
     steps_U = state.get("steps", rows_UD.new_zeros(len(rows_UD)))
     for steps in steps_U.unique().tolist():

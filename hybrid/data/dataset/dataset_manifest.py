@@ -43,13 +43,13 @@ class LabelReport:
 
     @property
     def constant(self) -> float | None:
-        """The label that all counted samples of a classification task share, or None."""
+        """The label that all samples with a weight above 0 share (task kinds binary and classes), or None."""
         return self.lowest if self.kind in ("binary", "classes") and self.lowest == self.highest else None
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """The rows of a split."""
+    """Statistics of the rows of a split."""
 
     num_rows: int
     labels: tuple[LabelReport, ...]  # of each task; empty without labels
@@ -157,8 +157,7 @@ def checkpoint_contents(
 ) -> tuple[dict[str, str], dict[str, StoragePath]]:
     """Return the files that a checkpoint copies: texts by file name, and paths of vocabularies by name.
 
-    Args:
-        data: the folder of the prepared data; None for a run without, which has only a configuration.
+    ``data`` is the folder of the prepared data. If it is None, the only file is the configuration.
     """
     texts = {CONFIG_FILE: signed_toml(config)}
     if data is None:

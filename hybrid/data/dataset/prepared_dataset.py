@@ -8,7 +8,7 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
     labels.npy       uint8 (N, T), or float32 unless all tasks are binary
     weights.npy      float32 (N, T), if there is data.weight, a mask or a retrieval task
     groups.npy       int64 (N,), absent without groups
-    group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batches.py)
+    group_rows.npy   int64 (N,), the rows by group (batches.py); only of training rows with groups
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
     source_rows.npy  int64 (N,), the input row of each sample
     bag_K_ids.npy      int32 (L,), the ids of multi-hot feature K; int64 if its table grows
@@ -113,7 +113,7 @@ class PreparedDataset:
         return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_ranking_weights(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the ranking loss weight of ``rows``, which are complete groups, for each task, (T,)."""
+        """Return the sum of the weights of ``rows``, complete groups, in each task's ranking loss, (T,)."""
         targets = self._targets.select(rows)
         assert targets.groups_B is not None
         weights = None if targets.weights_BT is None else torch.from_numpy(targets.weights_BT)
@@ -313,7 +313,7 @@ class SplitWriter:
 def write_group_order(split: Path) -> None:
     """Write ``group_rows.npy`` and ``group_starts.npy`` of a complete split; do nothing without groups.
 
-    Groups are in the order of their first rows. This takes 40 bytes of memory per row.
+    Groups are in the order of their first rows. The sort takes 40 bytes of memory per row.
     """
     if not (split / "groups.npy").exists():
         return

@@ -211,7 +211,7 @@ class FeatureEncoder:
 
     @classmethod
     def identity(cls, spec: InputSpec) -> FeatureEncoder:
-        """Return the identity encoder of a model trained on batches: numbers and valid ids stay unchanged."""
+        """Return an encoder that keeps numbers and valid ids, for a model that is trained on tensors."""
         dense = tuple(map(DenseEncoding, spec.dense_features))
         sparse = [
             SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot or f.weighted, weighted=f.weighted)
@@ -324,7 +324,7 @@ def transform_columns(
 
 
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
-    """Return ``count``, ``num_values`` and ``several`` of each column's UnknownValues, (3, columns)."""
+    """Return ``count``, ``num_values`` and ``several`` of :class:`UnknownValues` in a block, (3, columns)."""
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
     for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
@@ -341,11 +341,10 @@ def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBloc
 def report_unknown(
     encoder: FeatureEncoder, counts: npt.NDArray[np.int64], *, is_later: bool = False
 ) -> tuple[UnknownValues, ...]:
-    """Return the unknown values of a split by column.
+    """Return the unknown values of a split by column; ``counts`` is the sum of :func:`count_unknown`.
 
-    A column of a growing table counts only rows with several values, and is left out if it has none: which
-    single values are known, only the workers know. ``counts`` is the sum of :func:`count_unknown` over all
-    blocks. ``is_later``: whether the rows of the split are later than the training rows.
+    Only workers know the keys of a growing table. So its columns count only rows with several values, and are
+    left out without such rows. ``is_later``: whether the rows are later than the training rows.
     """
     return tuple(
         UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)

@@ -57,8 +57,8 @@ class Moments(NamedTuple):
     ) -> Moments:
         """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
 
-        A column without numbers keeps the earlier scaling. Any other column that was missing or constant in
-        the earlier scaling takes the moments of ``self``. The range of all other columns covers both ranges.
+        A column without numbers in ``self`` keeps the earlier scaling. A column whose earlier numbers were
+        missing or all equal takes the moments of ``self``. The range of other columns covers both ranges.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
@@ -120,9 +120,8 @@ class Quantiles:
     """The quantiles of a column that arrives in blocks, in bounded memory.
 
     Quantiles of up to ``MAX_KEPT`` numbers are exact. More numbers are replaced by ``MAX_KEPT / 2`` of them,
-    at evenly spaced ranks and with equal weights. A replacement shifts a rank by at most half of this
-    spacing. After N numbers, the total shift of a rank is at most N * (N / MAX_KEPT ** 2), or 0.1 % of N for
-    a billion numbers.
+    at evenly spaced ranks. This shifts the rank of one of N numbers by at most N * (N / MAX_KEPT ** 2), or
+    0.1 % of N for a billion numbers.
     """
 
     def __init__(self) -> None:
@@ -144,7 +143,7 @@ class Quantiles:
                 self._weights = np.full(half, step)
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
-        """Return bounds of equally full buckets: ``buckets`` - 1, fewer if numbers are equal or missing."""
+        """Return the bounds of ``buckets`` equally full buckets; fewer if numbers are equal or missing."""
         if not len(self._values):
             return ()
         values, ends = self._sort()
@@ -175,7 +174,7 @@ class ValueCounts(NamedTuple):
 
 
 class BlockStatistics(NamedTuple):
-    """Statistics of a block of training rows, besides the counts of its values."""
+    """Statistics of a block of training rows, without the counts of values (:class:`ValueCounts`)."""
 
     moments: Moments
     several_K: npt.NDArray[np.bool_]  # whether a row of a column of data.sparse has several values

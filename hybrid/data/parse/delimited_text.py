@@ -60,7 +60,7 @@ def read_lines(
 
     Args:
         start, stop: results of :func:`find_record_start`, or 0 and None for the start and end of the file.
-        block_bytes: number of bytes to read at once. The rows that end in these bytes are one or more blocks.
+        block_bytes: number of bytes to read at once, which limits the size of a block.
 
     For errors, see :func:`hybrid.data.parse.sources.read_segment`.
     """
@@ -111,8 +111,8 @@ def parse_lines(text: bytes, layout: Layout) -> TableBlock:
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
     """Return the position of the first row that is not complete in the first ``at`` bytes of a plain text.
 
-    If a line has more than 16 MiB before ``at``, return ``at``: the segment before it has a line that is too
-    long to read. For errors, see :func:`read_header`. If a read fails, raise DataError or StorageError.
+    If a line has more than 16 MiB before ``at``, return ``at``; the error is raised when the line is parsed.
+    For other errors, see :func:`read_header`. If a read fails, raise DataError or StorageError.
     """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
@@ -145,7 +145,7 @@ def _parse_blocks(
 
 
 class _Lines:
-    """The lines of a block, and the mask ``keep`` of rows; the first ``skip`` lines are a header."""
+    """The lines of a block; ``keep`` masks the rows among them, without the first ``skip`` lines (header)."""
 
     def __init__(self, block: bytes, first_line: int, skip: int) -> None:
         self.block = block
@@ -245,7 +245,6 @@ class _Parser:
             lines.keep[i] = bool(lines[i].strip())
 
     def _drop_invalid(self, lines: _Lines) -> list[InvalidRow]:
-        """Drop the lines that cannot be split into fields; return them as invalid rows."""
         invalid = []
         last = -1
         for i in np.flatnonzero(lines.keep).tolist():
@@ -262,7 +261,7 @@ class _Parser:
         return invalid
 
     def _find_record_end(self, lines: _Lines, i: int) -> int | None:
-        """Return the index of the line that closes the quote of line ``i``; None if the lines make no row."""
+        """Return the index of the last line of the row with an open quote in line ``i``; None without one."""
         if not self._joins_lines:
             return None
         start, at = int(lines.starts[i]), int(lines.ends[i])
@@ -278,7 +277,7 @@ class _Parser:
         return None
 
     def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
-        """Return the required columns, and the rows with a wrong number of fields, by 0-based ``line``."""
+        """Return the required columns; and the rows with a wrong number of fields, with ``line`` from 0."""
         uneven: list[InvalidRow] = []
 
         def skip(row: pacsv.InvalidRow) -> str:

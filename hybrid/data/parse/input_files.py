@@ -132,7 +132,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand_pattern(text: str) -> list[StoragePath]:
-    """Return the sorted, visible matches of a pattern; if there are none, or ``text`` exists, its path."""
+    """Return the sorted, visible matches of a pattern; only ``text`` if this path exists, or none matches."""
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))

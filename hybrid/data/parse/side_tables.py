@@ -65,7 +65,7 @@ def read_side_tables(
     """Read the side tables of ``data.joins`` into memory, in their order.
 
     Args:
-        names: the columns to look for: :attr:`Layout.required` of a layout without side tables.
+        names: the columns that the model reads; other columns of the files are skipped.
         files: the files of each side table; see :func:`hybrid.data.parse.input_files.find_side_files`.
         with_rows: whether to read the rows; if not, check only the columns of the first non-empty files.
 

@@ -82,7 +82,7 @@ class Segment:
 def split_files(
     files: Sequence[StoragePath], layout: Layout, min_rows: int = SEGMENT_ROWS, num_bytes: int = 0
 ) -> list[Segment]:
-    """Return the segments of ``files`` in row order. An unreadable file is one segment: reading it fails.
+    """Return the segments of ``files`` in row order. An unreadable file is one segment, whose read fails.
 
     Args:
         min_rows: a segment of a Parquet file has at least this number of rows, except the last of the file.
@@ -159,7 +159,7 @@ def read_blocks(
     report: Callable[[str], None] = ignore_progress,
     text: Iterator[bytes] | None = None,
 ) -> Iterator[RawBlock]:
-    """Yield the valid rows of ``files`` in blocks, and add all rows to ``log``. The caller finishes the log.
+    """Yield the valid rows of ``files`` in blocks, and count all rows in ``log``, which the caller finishes.
 
     Args:
         text: chunks of text to read instead of a file; ``files`` is then one path, a name for messages.
@@ -193,7 +193,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block by name. Folders NAME=VALUE of ``path`` add columns that it lacks."""
+    """Return the columns of a block by name, and those of folders NAME=VALUE that the block lacks."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns

@@ -171,7 +171,7 @@ class FilesPreparation:
         return all_pieces, reports
 
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
-        """Return the statistics of training rows; and by split, where each piece starts, and the end."""
+        """Return the statistics of training rows; and for each split, the starts of pieces, and the end."""
         statistics = FittedStatistics(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
         starts = {split: [nothing] for split in self.config.data.splits}
@@ -245,7 +245,7 @@ class FilesPreparation:
     def fit_piece(self, piece: Piece) -> tuple[list[BlockStatistics], dict[str, SplitPosition]]:
         """Compute the statistics of a piece's training rows, and write the counts of values into its folder.
 
-        Return the statistics of each block; and for each split, its rows, and its values in each column.
+        Return the statistics of each block; and for each split, the numbers of rows, and of values by column.
         """
         layout = self._layout
         lengths = [len(values) for values in piece.values()]
@@ -269,7 +269,7 @@ class FilesPreparation:
         return statistics, sizes
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
-        """Rank the values of ``group``, columns with one vocabulary; DataError if memory might run out."""
+        """Rank the values of columns ``group``, which share a vocabulary; DataError if memory may run out."""
         ranked = rank([])
         waiting, size = list[ValueCounts](), 0
         for i, piece in enumerate(pieces, 1):
@@ -325,7 +325,7 @@ class FilesPreparation:
         return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}
 
     def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
-        """Raise DataError, before the system kills the process, if threads cannot have ``num_bytes`` each."""
+        """Raise DataError if the free memory does not suffice for ``num_bytes`` in every thread."""
         num_bytes *= self._num_threads  # which share the free memory
         if num_bytes > available_memory_bytes():
             gib = num_bytes / 2**30

@@ -51,8 +51,8 @@ _ATTEMPT = "attempt.txt"
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the folder name of prepared data: a hash of everything that determines the data.
 
-    The spelling of paths does not change it. Without ``files``, find those of ``config``; raise
-    ConfigError or DataError if they cannot be used (see :func:`find_input_files`).
+    The spelling of paths does not change it. Without ``files``, find those of ``config``, and raise the
+    errors of :func:`find_input_files`.
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"
@@ -206,8 +206,8 @@ def _write_files(
 def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_progress) -> StoragePath:
     """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
 
-    Raise the errors of :func:`prepare`, ConfigError for a stream, and DataError for altered data in a store
-    or an unreadable manifest. With a store, raise OSError if the local folder cannot be locked.
+    Raise the errors of :func:`prepare`, and ConfigError for a stream. With a store, also raise DataError for
+    altered data, an unreadable manifest, or a local folder that cannot be used.
     """
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"
@@ -292,7 +292,6 @@ def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
 
 @contextmanager
 def _convert_local_errors(cache: Path) -> Iterator[None]:
-    """Raise DataError, which names ``data.local_cache_folder``, if the system refuses access to ``cache``."""
     try:
         yield
     except StorageError:

@@ -78,7 +78,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def write(cls, folder: Path, blocks: Sequence[RawBlock], split: str) -> Piece:
-        """Write one or more blocks as a piece into a new folder; ``first_row`` is their first source row."""
+        """Write one or more blocks as a piece into a new folder."""
         folder.mkdir()
         first_row = int(blocks[0].source_rows_B[0])
         matrices = [block.dense_BF for block in blocks]
@@ -118,11 +118,11 @@ class Piece(NamedTuple):
         return [each.dictionary if pa.types.is_dictionary(each.type) else nothing for each in flat]
 
     def counts_path(self, k: int) -> Path:
-        """Return the file of int64 counts of column ``k``'s values in training rows; empty if not counted."""
+        """Return the file of int64 counts of column ``k``'s values in training rows, which may be empty."""
         return self.folder / f"counts_{k}"
 
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
-        """Yield the name of a split and its rows, block by block; a block may yield several splits.
+        """Divide each block by split, and yield pairs of a split's name and its rows in the block.
 
         ``values`` are dictionaries for the columns of data.sparse, in place of the stored ones. With [],
         blocks have no sparse columns.
@@ -159,7 +159,7 @@ class Piece(NamedTuple):
 
 
 def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces with ``held_out`` set: which of their rows belong to test and validation."""
+    """Return the training pieces with the rules that select their rows for test and validation."""
     divided = [*pieces]
     for held in config.data.holdouts:
         split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
@@ -172,7 +172,6 @@ def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _narrow(column: pa.Array) -> pa.Array:
-    """Return a column with the narrowest indices into its dictionary, often of one byte."""
     if pa.types.is_list(column.type):
         return pa.ListArray.from_arrays(column.offsets, _narrow(column.flatten()))
     if not pa.types.is_dictionary(column.type):

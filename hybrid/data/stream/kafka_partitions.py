@@ -51,7 +51,7 @@ def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
 
 
 def advance_unit(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
-    """Return ``unit`` with its step, and any offsets, moved by ``num_steps`` steps; lanes stay unchanged."""
+    """Return ``unit`` after ``num_steps`` more steps: ``step`` and ``offsets`` move, ``lanes`` do not."""
     offsets = zip(unit.offsets, _rows_of_step(config, unit), strict=True)
     moved = tuple(offset + num_steps * rows for offset, rows in offsets)
     return replace(unit, step=unit.step + num_steps, offsets=moved)
@@ -277,7 +277,7 @@ class PartitionReader:
         self._log = InvalidRowLog(config.data.max_invalid_fraction)
 
     def batches(self) -> BatchStream:
-        """Return this trainer's batches, without end; ``global_size`` counts only this trainer's samples."""
+        """Return this trainer's endless batches. ``Batch.global_size`` is the size on this trainer only."""
         is_over = threading.Event()
         return BatchStream(self._read(is_over), is_over=is_over)
 
@@ -285,7 +285,7 @@ class PartitionReader:
         return {}  # the unit has the offsets
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far. If there are too many, only the batches raise DataError."""
+        """Return the invalid rows read so far. If they are too many, :meth:`batches` raises DataError."""
         return self._log.report()
 
     def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:

@@ -7,8 +7,8 @@
     trainers (here two)       trainer 0: lanes 0, 2            | trainer 1: lane 1
 
 A step takes rows from every lane that has not ended, in proportion to the size of the lane in the unit. So
-all lanes end at about the same step. Neither lanes nor their parts depend on trainers. So a step has the
-same rows for any number of trainers, and each trainer parses only its lanes.
+all lanes end at about the same step, a step has the same rows for any number of trainers, and each trainer
+parses only its lanes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def read_until(self, end: int) -> list[EncodedBlock]:
-        """Return the next rows of the lane, up to row ``end``, but at least one; [] if no row is left."""
+        """Return at least one row, and rows until ``end`` rows of the lane are returned; [] at its end."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -162,7 +162,7 @@ class LaneReader:
         self._positions = {unit.step: self._current()}
 
     def batches(self) -> BatchStream:
-        """Return this trainer's batches; their ``global_size`` counts only this trainer's samples."""
+        """Return this trainer's batches. ``Batch.global_size`` is the size on this trainer only."""
         return BatchStream(self._read())
 
     def positions(self, step: int) -> dict[int, LanePosition]:
@@ -170,7 +170,7 @@ class LaneReader:
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far; DataError if a lane has too many, or a file has only these."""
+        """Return the invalid rows read so far, after :meth:`InvalidRowLog.finish` has checked each lane."""
         return InvalidRowReport.merge([lane.log.finish() for lane in self._lanes.values()])
 
     def _current(self) -> dict[int, LanePosition]:

@@ -112,15 +112,15 @@ class StreamCursor:
     def fit_encoder(self) -> FeatureEncoder:
         """Return the encoder of a new run, fitted on a sample of the first unit.
 
-        Raise ConfigError if a file lacks a column, and DataError if the unit is missing or unusable.
+        Raise ConfigError if a file lacks a column; DataError or StorageError if the unit cannot be read.
         """
         self._report("reading a sample")
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return the encoder for the unit. With ``scaling_momentum``, a new unit changes its scaling.
+        """Return the encoder for the unit. With ``scaling_momentum``, its scaling follows each new unit.
 
-        Raise ConfigError if a file lacks a column, and DataError if the unit cannot be read.
+        Raise ConfigError if a file lacks a column; DataError or StorageError if the unit cannot be read.
         """
         momentum = self._config.data.stream_call.arguments.get("scaling_momentum", 0.0)
         unit = self.unit
@@ -135,7 +135,7 @@ class StreamCursor:
         return encoder
 
     def advance(self, num_steps: int) -> None:
-        """Count steps of the unit as taken."""
+        """Count steps of the unit as taken: move the position past them."""
         assert self.unit is not None
         self.num_ready -= num_steps
         self.unit = advance_unit(self._config, self.unit, num_steps)
@@ -181,7 +181,7 @@ class StreamCursor:
     def restore(self, stored: Checkpoint) -> None:
         """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream.
 
-        Raise ConfigError or DataError if the topic or a file of a side table cannot be read.
+        Raise ConfigError, DataError or StorageError if the topic or a side table cannot be read.
         """
         try:
             position = stored.manifest.progress[STREAM]

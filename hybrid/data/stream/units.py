@@ -104,7 +104,7 @@ class Files:
         """Return the unit after ``last``, or the first; None if it is missing, incomplete or after ``until``.
 
         Raises:
-            DataError: the unit or a side table has no files, an unreadable file, or a folder not NAME=VALUE.
+            DataError: the unit or a side table has no files, an unreadable file or a wrong subfolder.
             StorageError: a store or the file system refuses the request.
         """
         if last is not None and last.name == self._until:
@@ -137,8 +137,8 @@ class Files:
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
         """Yield the first block of each of at most 32 evenly spread segments.
 
-        Raise ConfigError if a file lacks a column. Raise DataError if there is no unit, it cannot be read, or
-        all rows of the sample, or its first 10,000, are invalid.
+        Raise ConfigError if a file lacks a column, StorageError if a file is refused, and DataError if there
+        is no unit, it cannot be read, or all rows of the sample, or its first 10,000, are invalid.
         """
         if unit is None:
             paths = ", ".join(self._config.data.path)

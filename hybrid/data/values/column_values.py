@@ -119,7 +119,7 @@ def take_or_default(values_D: npt.NDArray[T], indices: pa.Array, if_null: float)
 
 
 def group_items(items: pa.Array, kept_L: Mask, lengths_B: npt.NDArray[np.int64]) -> pa.ListArray:
-    """Group the items where ``kept_L`` is true into B lists; ``lengths_B`` counts all items of each row."""
+    """Group items into B lists of ``lengths_B`` items, and drop the items where ``kept_L`` is false."""
     num_kept = np.concatenate([[0], np.cumsum(kept_L)])
     offsets = num_kept[np.concatenate([[0], np.cumsum(lengths_B)])]
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.filter(pa.array(kept_L)))
@@ -133,7 +133,7 @@ def find_rows(mask_L: Mask, lengths_B: npt.NDArray[np.int64]) -> Mask:
 
 
 def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Group flat values into B lists, and drop nulls; ``lengths_B`` counts the items before this."""
+    """Group flat values into B lists of ``lengths_B`` values, and drop nulls."""
     lists = group_items(items.coded, np.asarray(items.coded.is_valid()), lengths_B)
     return Values(lists, find_rows(items.inexact_B, lengths_B), find_rows(items.too_long_B, lengths_B))
 
@@ -166,7 +166,7 @@ def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
 
 
 def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
-    """Return the key of each integer, null if missing: :func:`compute_keys` of its canonical text."""
+    """Return the key that :func:`compute_keys` gives to the text of each integer; null if missing."""
     texts = [canonical_text(text)[0] for text in missing]
     limits = np.iinfo(integers.type.to_pandas_dtype())
     numbers = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,20}", text) and str(int(text)) == text]
@@ -207,7 +207,7 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """Return seconds since 1970, NaN if missing, and a mask of values that are neither time nor number.
 
-    A date that does not exist, or lies after the year 9999, is in the mask. A number of any size is seconds.
+    The mask includes dates that do not exist, and dates after the year 9999. Any number counts as seconds.
     """
     column = decode_texts(column)
     if is_text(column):
@@ -323,7 +323,7 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def decode_dictionaries(column: pa.Array) -> pa.Array:
-    """Decode dictionaries, also in lists, because they differ by block; all lists become ``list_``."""
+    """Decode dictionaries, also in lists, so that a column has the same type in all blocks."""
     column = decode_dictionary(column)
     if not is_list(column):
         return column

@@ -60,7 +60,7 @@ class ColumnReader:
         return self.column(name)
 
     def reject(self, mask_B: Mask, reason: Reason, name: str, expected: str) -> None:
-        """Reject the rows where ``mask_B`` is true; the column ``name`` has the invalid values."""
+        """Reject the rows where ``mask_B`` is true, because column ``name`` has a value not ``expected``."""
         for i in np.flatnonzero(mask_B & self.valid_B).tolist():
             found = f"{name} is {format_cell(self.columns[name], i)}, expected {expected}"
             self.invalid.append(InvalidRow(int(self.lines_B[i]), reason, found))
