@@ -134,7 +134,7 @@ class GroupedOrder:
 
         rows of the file         0 a | 1 b | 2 a | 3 c | 4 b
         group_rows.npy           0 2 | 1 4 | 3                groups in the order of their first rows
-        groups permuted          1 4 | 3 | 0 2                anew in each epoch
+        groups permuted          1 4 | 3 | 0 2                if shuffled, anew in each epoch
         steps of two rows        1 4 | 3 | 0 2                a group is in the step of its last position
 
     Args:

@@ -136,7 +136,7 @@ class DataManifest:
                 raise DataError(f"{folder / name}: altered since it was prepared")
 
     def check_same(self, now: DataManifest, remedy: str) -> None:
-        """Raise DataError if the files of the manifest ``now`` differ; the message ends with ``remedy``."""
+        """Raise DataError if ``now`` lists other prepared files; the message ends with ``remedy``."""
         if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in now.stored.items()}:
             return
         for split, before in self.inputs.items():

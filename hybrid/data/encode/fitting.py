@@ -120,8 +120,8 @@ class Quantiles:
     """The quantiles of a column that arrives in blocks, in bounded memory.
 
     Quantiles of up to ``MAX_KEPT`` numbers are exact. More numbers are replaced by ``MAX_KEPT / 2`` of them,
-    at evenly spaced ranks. This shifts the rank of one of N numbers by at most N * (N / MAX_KEPT ** 2), or
-    0.1 % of N for a billion numbers.
+    at evenly spaced ranks. After N numbers, the rank of a quantile is then wrong by at most
+    N * (N / MAX_KEPT ** 2), which is 0.1 % of N for a billion numbers.
     """
 
     def __init__(self) -> None:

@@ -160,7 +160,7 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return the section [data] with which a trained model reads ``files``, without held-out rows.
+    """Return the section [data] for ``files`` that a trained model reads; none of their rows is held out.
 
     Raise ConfigError if the files are CSV, and a multi-hot column has no separator.
     """

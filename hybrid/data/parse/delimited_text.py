@@ -134,7 +134,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
 def _parse_blocks(
     path: StoragePath, head: bytes, blocks: Iterator[bytes], layout: Layout, is_start: bool
 ) -> Iterator[TableBlock]:
-    """Yield the rows of ``blocks`` of lines; ``head``, the start of the file, has the header, if any."""
+    """Parse blocks of lines; ``head`` is the start of the file, and ``is_start`` whether they begin there."""
     names, header_lines = read_header(path, head, layout)
     parser = _Parser(names, layout)
     line = 1
@@ -145,7 +145,7 @@ def _parse_blocks(
 
 
 class _Lines:
-    """The lines of a block; ``keep`` masks the rows among them, without the first ``skip`` lines (header)."""
+    """The lines of a block. ``keep`` is true for rows, and false for the first ``skip`` lines, the header."""
 
     def __init__(self, block: bytes, first_line: int, skip: int) -> None:
         self.block = block

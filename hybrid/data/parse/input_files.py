@@ -88,7 +88,7 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path; None for Hive's name of null."""
+    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path; None if VALUE is Hive's null."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
@@ -185,7 +185,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files by split; the files of side table N have the name ``data.joins[N]``.
+    """Return the files of each split, and those of side table N under the name ``data.joins[N]``.
 
     Raises:
         ConfigError: ``data.path`` or a side table names no path, or two splits have files of equal content.

@@ -1,7 +1,7 @@
 """Parquet files in blocks of bounded size.
 
 Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
-Therefore, texts with a dictionary stay encoded, at most ``MAX_DECODED_BYTES`` (decoded) per column and block.
+So texts with a dictionary stay encoded, and decoded, a block has at most ``MAX_DECODED_BYTES`` per column.
 A file is rejected if its metadata claim more values or bytes than its compressed size plausibly holds.
 """
 

@@ -166,7 +166,7 @@ def read_blocks(
 
     Raises:
         ConfigError, DataError, StorageError: see :func:`read_segment` and :func:`parse`.
-        DataError: all rows of a file, or its first 10,000, are invalid; or one is, and ``log`` allows none.
+        DataError: all rows of a file, or its first 10,000, are invalid; or ``log`` allows no invalid row.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:

@@ -1,4 +1,4 @@
-"""Streams: rows that trainers read as they are, once and in order, without preparation.
+"""Streams: rows that trainers read once and in order, without preparation.
 
 ``units`` finds the files that are complete, and ``lanes`` divides their rows among steps and trainers.
 ``kafka_partitions`` does both for a topic of Kafka. ``stream_cursor`` waits for units, and has the position.

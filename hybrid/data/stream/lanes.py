@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def read_until(self, end: int) -> list[EncodedBlock]:
-        """Return at least one row, and rows until ``end`` rows of the lane are returned; [] at its end."""
+        """Return the next rows, at least one, until the lane has returned ``end`` in all; [] at its end."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -170,7 +170,7 @@ class LaneReader:
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far, after :meth:`InvalidRowLog.finish` has checked each lane."""
+        """Return the invalid rows read so far; raise the errors of :meth:`InvalidRowLog.finish` by lane."""
         return InvalidRowReport.merge([lane.log.finish() for lane in self._lanes.values()])
 
     def _current(self) -> dict[int, LanePosition]:

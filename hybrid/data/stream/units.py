@@ -104,7 +104,7 @@ class Files:
         """Return the unit after ``last``, or the first; None if it is missing, incomplete or after ``until``.
 
         Raises:
-            DataError: the unit or a side table has no files, an unreadable file or a wrong subfolder.
+            DataError: the unit or a side table has no files (see :func:`list_files`), or cannot be read.
             StorageError: a store or the file system refuses the request.
         """
         if last is not None and last.name == self._until:

@@ -89,7 +89,7 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
-    """Split texts into lists of items; without a separator, a text is one item. Null is the empty text.
+    """Split texts into lists of items; without a separator, a text is one item. Null is an empty text.
 
     If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
     ``['a', 'b']`` or ``{a,b}``. Its brackets and quotes are removed.
@@ -276,7 +276,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Mask all values but missing ones if each is a date in digits, such as 20240131; else mask no value."""
+    """Return a mask of the given values if all of them are dates in digits (20240131); else, of no value."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     is_missing_B = np.asarray(pc.is_in(texts, value_set=pa.array(missing, pa.string())))
     given_B = np.asarray(texts.is_valid()) & ~is_missing_B

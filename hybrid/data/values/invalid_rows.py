@@ -60,7 +60,7 @@ class InvalidRow(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The description ``found``; if the row has several lines, followed by its last line."""
+        """The description ``found``; for a row of several lines, with the number of its last line."""
         return f"{self.found}, to line {self.last}" if self.last else self.found
 
 

@@ -31,7 +31,7 @@ _DATE = "a date such as 2024-01-31 09:30:00, or seconds since 1970"
 
 @dataclass(eq=False)
 class ColumnReader:
-    """Converts columns of a block of B rows; values of rejected rows have no meaning.
+    """Converts columns of a block of B rows. The results for rejected rows have no meaning.
 
     A method for single values (``values``, ``hashes``, ``seconds``, ``event_times``) raises ConfigError if
     the column holds lists. A method raises ArrowException if it cannot convert the values of a column.
@@ -60,7 +60,7 @@ class ColumnReader:
         return self.column(name)
 
     def reject(self, mask_B: Mask, reason: Reason, name: str, expected: str) -> None:
-        """Reject the rows where ``mask_B`` is true, because column ``name`` has a value not ``expected``."""
+        """Reject the rows where ``mask_B`` is true; messages name the column, its value and ``expected``."""
         for i in np.flatnonzero(mask_B & self.valid_B).tolist():
             found = f"{name} is {format_cell(self.columns[name], i)}, expected {expected}"
             self.invalid.append(InvalidRow(int(self.lines_B[i]), reason, found))
@@ -225,7 +225,7 @@ class Targets(NamedTuple):
     times_B: Numbers | None = None  # event times, in seconds since 1970; None without a column of them
 
     def select(self, rows: npt.NDArray[np.bool_ | np.int64]) -> Targets:
-        """Return the samples of a mask, or of indices."""
+        """Return the samples that a mask or indices select."""
         return Targets(*(None if array is None else array[rows] for array in self))  # type: ignore[arg-type]
 
 
