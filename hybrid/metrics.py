@@ -348,7 +348,7 @@ class Ranking:
         return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * ideal_N))
 
     def recall(self, k: int) -> float:
-        """Return the mean over groups of the sum of the first ``k`` labels / the sum of all labels."""
+        """Return the mean over groups of the sum of the first ``k`` labels, divided by that of all labels."""
         labels_N = self.tie_labels_R[self.ties_N]
         found_G = _sums(self.groups_N, np.where(self.ranks_N < k, labels_N, 0))
         return _mean_ratio(found_G, _sums(self.groups_N, self.labels_N))

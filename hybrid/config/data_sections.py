@@ -338,7 +338,7 @@ _DEFAULTS = ColumnSection()
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the model, with every key resolved; see :class:`ColumnSection`."""
+    """One column of the model. A key that [columns.NAME] lacks has the value of [data]."""
 
     name: str
     sources: tuple[str, ...]
@@ -392,7 +392,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return the length of a column's sequences, 0 if it is pooled; ConfigError for a length of 0."""
+    """Return the length (max_ids) of a column's sequences, 0 if it is pooled; ConfigError without max_ids."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)

@@ -287,7 +287,7 @@ class DenseGroupSection:
 
     @property
     def learning_rate(self) -> float | None:
-        """The argument ``lr``, or None, so that the rate of [dense] applies; ValueError if no number."""
+        """The argument ``lr``; None if the rate of [dense] applies. ValueError if it is no number."""
         rates = [value for name, _, value in self._options if name.strip() == "lr"]
         return float(rates[-1]) if rates else None
 

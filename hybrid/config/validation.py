@@ -79,7 +79,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile. The run starts at ``steps_before``; ConfigError if it is too short."""
+    """Return the steps to profile of a run from ``steps_before`` on; ConfigError if the run is too short."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"

@@ -36,7 +36,7 @@ class ReferenceKeys:
     def load(
         self, keys: Sequence[int], counts: Sequence[int], last_steps: Sequence[int], *, has_rows: bool
     ) -> None:
-        """Add known keys. If they have rows, the next row numbers belong to them, in their order."""
+        """Add the keys of a checkpoint; with ``has_rows``, they get the next row numbers, in their order."""
         self.seen |= dict(zip(keys, zip(counts, last_steps, strict=True), strict=True))
         if has_rows:
             self.row_of |= {key: row for row, key in enumerate(keys, self._next_row)}

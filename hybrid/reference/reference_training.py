@@ -2,9 +2,9 @@
 
 The reference shares no arithmetic with other packages, except the hash of random numbers. It uses autograd,
 ``F.embedding``, ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. The dense
-nets are the same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples
-of all trainers together, except in stages that each trainer has for itself (``dense.ddp``). The step takes
-one backward pass. The rows that a step reads are leaf tensors, so gradients have the size of these rows.
+nets are the same modules, with the same matmul backend (``hybrid.dense.matmul``). A step has one backward
+pass for the samples of all trainers. Stages of the net that trainers do not share (``dense.ddp``) run per
+trainer. The rows that a step reads are leaf tensors, so gradients have the size of these rows.
 """
 
 import copy
@@ -331,8 +331,8 @@ def _options(texts: Sequence[str]) -> dict[str, Any]:
 def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
     """Yield the factor of all learning rates in each step; the iterator is infinite.
 
-    The rate rises in the first ``warmup_steps`` and then follows ``kind``. After the last step of the
-    schedule, the rate is constant.
+    The rate rises in the first ``warmup_steps`` and then follows ``schedule.kind``. After the last step of
+    the schedule, the rate is constant.
     """
     rising = lr_scheduler.LinearLR(
         _unit_rate(), section.call["initial_factor"], total_iters=section.warmup_steps
