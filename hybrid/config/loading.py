@@ -206,7 +206,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values that a resumed run must keep, by dotted key; of some, only the name before ``(``."""
+    """Return what a resumed run must keep, by dotted key: the value, or only the name in ``NAME(...)``."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

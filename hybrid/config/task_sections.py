@@ -133,7 +133,7 @@ class TaskSection:
 
     @property
     def is_item_label(self) -> bool:
-        """Whether ``label`` is the item column of a retrieval task: in each row, the item was chosen."""
+        """Whether ``label`` is the item column of a retrieval task, so that each row is a choice."""
         return self.kind == "retrieval" and self.label == self.item
 
     @property

@@ -79,7 +79,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile of a run from ``steps_before`` on; ConfigError if the run is too short."""
+    """Return the steps to profile if a run begins at ``steps_before``; ConfigError if it is too short."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"
@@ -172,7 +172,7 @@ def _check_stream(config: RunConfig) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """Raise ConfigError if a list repeats a column, or a label (except an item) is an input or the weight."""
+    """Raise ConfigError if a key names a column twice, or a label that is no item is an input or weight."""
     labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
@@ -187,7 +187,7 @@ def check_columns(
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
     """Raise ConfigError if ``delimiter``, ``missing`` or the labels of [data] are invalid.
 
-    A label may not mean both 1 and 0; labels are compared by the results of ``value_of``.
+    A label may not mean both 1 and 0. ``value_of`` maps equal labels, such as 1 and 1.0, to one value.
     """
     is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
     if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:

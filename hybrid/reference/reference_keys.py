@@ -64,7 +64,7 @@ class ReferenceKeys:
         return admitted
 
     def sweep(self, step: int) -> None:
-        """Remove keys that were not read for long, and rows above the limit, from the buckets of ``step``."""
+        """Remove keys long unread, and rows above the limit, from the buckets that ``step`` selects."""
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return

@@ -197,7 +197,7 @@ def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: how many samples come before it, and how many ids by column."""
+    """A position in the arrays of a split: the numbers of samples, and of ids by column, before it."""
 
     row: int
     values_K: npt.NDArray[np.int64]

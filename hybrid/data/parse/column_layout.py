@@ -120,7 +120,7 @@ class Layout:
 
     @property
     def without_holdouts(self) -> Layout:
-        """The layout for files whose rows all belong to one split."""
+        """This layout without data.split and data.validation, for files whose rows belong to one split."""
         data = dataclasses.replace(self.data, split="none", validation="none")
         return dataclasses.replace(self, data=data)
 

@@ -381,10 +381,10 @@ def _is_utf8(block: bytes) -> bool:
 def _cut_to_lines(
     path: StoragePath, chunks: Iterator[bytes], is_start: bool, layout: Layout
 ) -> Iterator[bytes]:
-    """Yield ``chunks`` as normalized blocks of complete lines; DataError if a line is longer than 16 MiB.
+    """Join ``chunks``, of at most 16 MiB each, to blocks of complete lines, changed by :func:`_normalize`.
 
-    Chunks of at most 16 MiB may be cut anywhere. Lines that end in a chunk are yielded before the next chunk
-    is read. If ``is_start``, a byte order mark is removed.
+    Lines that end in a chunk are yielded before the next chunk is read. If ``is_start``, a byte order mark is
+    removed. Raise DataError if a line is longer than 16 MiB.
     """
     rest = b""
     for chunk in chunks:

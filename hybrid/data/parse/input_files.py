@@ -215,7 +215,7 @@ def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
 
 
 def check_unchanged(files: Sequence[InputFile], rule: str = WHILE_READ) -> None:
-    """Raise DataError if a file differs from its identity; DataError or StorageError if it is unreadable."""
+    """Raise DataError with ``rule`` if a file has changed; DataError or StorageError if it is unreadable."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:

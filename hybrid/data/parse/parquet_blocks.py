@@ -1,7 +1,7 @@
 """Parquet files in blocks of bounded size.
 
 Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
-So texts with a dictionary stay encoded, and decoded, a block has at most ``MAX_DECODED_BYTES`` per column.
+So texts with a dictionary stay encoded, in blocks of at most ``MAX_DECODED_BYTES`` of text per column.
 A file is rejected if its metadata claim more values or bytes than its compressed size plausibly holds.
 """
 

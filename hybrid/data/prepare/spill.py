@@ -118,7 +118,7 @@ class Piece(NamedTuple):
         return [each.dictionary if pa.types.is_dictionary(each.type) else nothing for each in flat]
 
     def counts_path(self, k: int) -> Path:
-        """Return the file of int64 counts of column ``k``'s values in training rows, which may be empty."""
+        """Return the file with int64 counts of column ``k``'s training values; empty without a vocabulary."""
         return self.folder / f"counts_{k}"
 
     def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:

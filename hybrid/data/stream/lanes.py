@@ -7,8 +7,8 @@
     trainers (here two)       trainer 0: lanes 0, 2            | trainer 1: lane 1
 
 A step takes rows from every lane that has not ended, in proportion to the size of the lane in the unit. So
-all lanes end at about the same step, a step has the same rows for any number of trainers, and each trainer
-parses only its lanes.
+all lanes end at about the same step. The lanes do not depend on the number of trainers, so the rows of a step
+do not, either. A trainer parses only its lanes.
 """
 
 from __future__ import annotations

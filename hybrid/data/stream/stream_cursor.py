@@ -135,7 +135,7 @@ class StreamCursor:
         return encoder
 
     def advance(self, num_steps: int) -> None:
-        """Count steps of the unit as taken: move the position past them."""
+        """Move the position past the next steps of the unit."""
         assert self.unit is not None
         self.num_ready -= num_steps
         self.unit = advance_unit(self._config, self.unit, num_steps)
@@ -152,7 +152,7 @@ class StreamCursor:
         return event_time >= reached > _NO_TIME
 
     def set_lanes(self, positions: Mapping[int, LanePosition]) -> None:
-        """Set the position of each lane after the steps taken; a topic has none."""
+        """Set the position of each lane after the steps taken; do nothing for a topic, which has no lanes."""
         if self.unit is not None and positions:
             self.unit = replace(self.unit, lanes=tuple(positions[lane] for lane in sorted(positions)))
 
@@ -167,7 +167,7 @@ class StreamCursor:
         self.bad_rows = bad_rows
 
     def end_unit(self, reports: Sequence[InvalidRowReport]) -> None:
-        """End the unit, with each trainer's report of its invalid rows."""
+        """End the unit; ``reports`` are the trainers' reports of its invalid rows."""
         self.add_invalid_rows(reports)
         self._bad_rows_before = self.bad_rows
         self.last, self.unit, self.num_ready = self.unit, None, 0

@@ -159,7 +159,7 @@ class Files:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """Return "", no warning; DataError if the last unit, ``at``, is not the ``until`` of data.stream."""
+        """Raise DataError if the last unit, ``at``, is not the ``until`` of data.stream; else return ""."""
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")

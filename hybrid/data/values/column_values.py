@@ -276,7 +276,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Return a mask of the given values if all of them are dates in digits (20240131); else, of no value."""
+    """Mask all values, except missing ones, if each of them is a date in digits (20240131); else none."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     is_missing_B = np.asarray(pc.is_in(texts, value_set=pa.array(missing, pa.string())))
     given_B = np.asarray(texts.is_valid()) & ~is_missing_B
