@@ -103,7 +103,7 @@ class ReferenceLoss:
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
 
     def _retrieval_loss(self, outputs_NO: Tensor, slices: Sequence[Batch], counts_I: Tensor) -> Tensor:
-        """Return the weighted mean cross-entropy of a sample's item among all items, for weights above 0."""
+        """Return the weighted mean in-batch cross-entropy of the samples with weights above 0."""
         (task,) = self._tasks
         feature = self._features.index(task.item)
         ids_N = torch.cat([batch.sparse_features.ids(feature) for batch in slices])

@@ -143,7 +143,7 @@ def round_stochastically(rows_UD: Tensor, numbers_U: Tensor, seed: int, step: in
 
 
 def _random(dim: int, numbers_U: Tensor, seed: int, step: int, table: str) -> Tensor:
-    """Return random 16-bit numbers, (U, ``dim``), from a sequence of 64-bit numbers for each row."""
+    """Return random 16-bit numbers for the values of rows, (U, ``dim``), from the other arguments only."""
     salt_1 = next_random(np.array([random_salt(seed, table)], np.uint64) + np.uint64(step))
     state_U1 = next_random(salt_1 + numbers_U.numpy().astype(np.uint64))[:, None]
     index_N = np.arange(-(-dim // 4), dtype=np.uint64)

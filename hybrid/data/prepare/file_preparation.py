@@ -171,7 +171,7 @@ class FilesPreparation:
         return all_pieces, reports
 
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
-        """Return the statistics of training rows; and for each split, the starts of pieces, and the end."""
+        """Return the statistics of training rows; and by split, the position of each piece, then the end."""
         statistics = FittedStatistics(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
         starts = {split: [nothing] for split in self.config.data.splits}

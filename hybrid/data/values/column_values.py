@@ -296,7 +296,7 @@ def parse_labels(
 
 
 def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return an index per row, null for null, and the distinct values, which are at most as many as rows."""
+    """Return an index per row (null for null), and the distinct values: not more values than rows."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if len(coded.dictionary) <= len(coded):
         return coded.indices, coded.dictionary
