@@ -392,7 +392,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return the length (max_ids) of a column's sequences, 0 if it is pooled; ConfigError without max_ids."""
+    """Return max_ids of a column of sequences, 0 if it is pooled; ConfigError if sequences lack max_ids."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)

@@ -119,7 +119,7 @@ class DataManifest:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Raise DataError if ``split``, or a file that its readers need, is missing or altered."""
+        """Raise DataError if there is no ``split``, or a file that it needs is missing or altered."""
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():

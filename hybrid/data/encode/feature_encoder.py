@@ -1,7 +1,7 @@
 """The encoder of a model: rows to numbers, by vocabularies, hashes, buckets and scaling.
 
-In tables of fixed size, row 0 is for values unknown at training time. In a column of one value per row, it
-is for missing values, too. Bucket 0 holds the numbers below ``bounds[0]``. Bucket i holds the numbers from
+In tables of fixed size, row 0 is for values unknown at training time, and for missing values of columns with
+one value per row. Bucket 0 holds the numbers below ``bounds[0]``. Bucket i holds the numbers from
 ``bounds[i - 1]`` up to, but not including, ``bounds[i]``.
 """
 

@@ -250,7 +250,7 @@ def fit_encoder(
     statistics: FittedStatistics,
     ranked: Mapping[str, ValueCounts],
 ) -> FeatureEncoder:
-    """Return the encoder; ``ranked`` has the values of each vocabulary, named as in ``group_by_vocabulary``.
+    """Return the encoder; ``ranked`` are the values of the vocabularies (:func:`group_by_vocabulary`).
 
     Raise DataError if there are no rows.
     """

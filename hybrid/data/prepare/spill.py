@@ -159,7 +159,7 @@ class Piece(NamedTuple):
 
 
 def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the training pieces with the rules that select their rows for test and validation."""
+    """Return the training pieces, each with the rules that select its rows for test and validation."""
     divided = [*pieces]
     for held in config.data.holdouts:
         split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
