@@ -7,9 +7,9 @@ The label of a sample is drawn with probability sigmoid(logit), where::
                  + pairwise products of id factors of four of these columns (a factorization machine, rank 1)
 
 The click is the column ``label``. Three other columns can be labels: ``converted`` (0 or 1; 1 only after a
-click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``data.weight`` may be ``weight``, and
-``data.group`` any categorical column. Categorical columns other than the seven have no effect. Ids are skewed
-as in real logs: u is uniform, id = floor(rows * u**3). A split depends on the seed and its size.
+click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``data.weight`` may name the column
+``weight``, and ``data.group`` any categorical column. Categorical columns beyond the seven have no effect.
+Ids are skewed: u is uniform, id = floor(rows * u**3). A split depends on the seed and its size.
 """
 
 import dataclasses

@@ -285,7 +285,7 @@ class PartitionReader:
         return {}  # the unit has the offsets
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far. If they are too many, :meth:`batches` raises DataError."""
+        """Return the invalid rows read so far. If they are too many, the batches raise DataError."""
         return self._log.report()
 
     def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:
