@@ -49,7 +49,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     """Encode raw columns; ``columns`` and the errors are as in :meth:`TrainedModule.encode`."""
     try:
         table = pa.table(columns)
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{_TABLE}: cannot be read as columns of one length: {error}") from error
     layout = _layout(trained)
     layout.require(table.column_names, _TABLE)

@@ -310,11 +310,10 @@ def is_text(column: pa.Array) -> bool:
 
 
 def decode_texts(column: pa.Array) -> pa.Array:
-    """Decode the dictionary of a column, if any; convert bytes, and views of strings, to strings."""
+    """Decode the dictionary of a column, if any; convert null, bytes and views of strings to strings."""
     column = decode_dictionary(column)
-    kind = column.type
-    is_other = pa.types.is_string_view(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return column.cast(pa.string()) if is_other else column
+    others = pa.NullArray | pa.StringViewArray | pa.BinaryArray | pa.LargeBinaryArray
+    return column.cast(pa.string()) if isinstance(column, others) else column
 
 
 def decode_dictionary(column: pa.Array) -> pa.Array:

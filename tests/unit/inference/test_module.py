@@ -116,6 +116,8 @@ def test_weighted_ids_have_several_forms(shop_run: Path, tags: object) -> None:
     jagged = {**batch, **{name: hybrid.Jagged(batch[name], batch["tags.offsets"]) for name in names}}
     found, expected = ([each.tolist() for each in model(inputs).values()] for inputs in (jagged, batch))
     assert found == expected
+    for tags in ([None] * 3, [[]] * 3):
+        assert model.encode({**others, "tags": tags})["tags.offsets"].tolist() == [0, 0, 0, 0]
 
 
 def test_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -135,6 +137,7 @@ ROW: dict[str, list[object]] = {"age": [1], "user": ["u"], "item": ["i"], "tags"
         ({"price": [1.0]}, ConfigError, r"^data\.dense = 'age'"),
         ({**ROW, "price": ["much"]}, DataError, "row 0: price "),
         ({"price": [1.0], "age": [1, 2]}, DataError, r"^encode\(columns\): "),
+        ({**ROW, "price": [1.0], "user": [2**70]}, DataError, r"^encode\(columns\): "),
     ],
 )
 def test_invalid_raw_values_are_refused(
