@@ -6,7 +6,7 @@ The name of a tensor ends in its shape, one letter per dimension:
 letter meaning
 ====== ==========================================================
 B      samples of one trainer's batch; in pooling code, bags
-F      dense (numeric) features; in lookup code, some features
+F      dense (numeric) features; in lookup code, some of the sparse features
 K      sparse (categorical) features
 L      ids of a batch, over all its sparse features
 D      width of an embedding vector
@@ -14,7 +14,7 @@ E      embedding vectors of all features, concatenated
 H      hidden units
 R      rows of a table, or of several tables in one tensor
 U      distinct rows
-V      U + 1: bounds of the runs of equal ids, once sorted
+V      U + 1: bounds of the runs of equal ids in sorted ids
 S      shards
 I      items: rows of the item table
 G      groups of samples
@@ -112,11 +112,11 @@ class Batch(NamedTuple):
         total_ranking_weights: ``totals_T``, float64, sums over all trainers of the ranking weights
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
-        local_size: if ``BatchLoader`` has read the batch, the number of samples without those that it adds
-            to a small slice (:func:`padding_bounds`); else 0.
+        local_size: number of samples, without those that :func:`padding_bounds` adds; 0 if no
+            ``BatchLoader`` has read the batch.
         event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
             ``align_batches`` replaces it by the largest over the slices of all trainers.
-        checksum: 0, which means none: only custom loops compute checksums of batches.
+        checksum: always 0, for no checksum: only custom loops compute checksums, for their own batches.
     """
 
     dense_features: Tensor
@@ -206,7 +206,8 @@ def slice_bounds(
 def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int, int]:
     """Return start and stop of the samples that extend the slice ``start : stop`` to ``min_size`` samples.
 
-    The added samples follow the slice, or precede it if too few of the batch's ``size`` samples follow.
+    A custom loop thus gives its net at least one sample, and ignores its results for added samples. The
+    added samples follow the slice, or precede it if too few of the batch's ``size`` samples follow.
     """
     missing = max(0, min(min_size, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)

@@ -287,7 +287,7 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Return each tensor on all devices, tensor by tensor; on the first device, perhaps in its own memory."""
+    """Return copies on all devices, tensor by tensor. On the first device, a copy may share the memory."""
     return tuple(
         tensor.detach().to(device, copy=index > 0)
         for tensor in tensors

@@ -118,7 +118,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad_BH: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs; a second derivative takes torch's own products."""
+    """Return the gradients of input, weight and bias; a second derivative takes torch's own products."""
     x_BF, weight_HF = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
     if torch.is_grad_enabled():

@@ -200,7 +200,7 @@ def _plain(output: Any) -> Any:
 
 
 class _Leave(torch.autograd.Function):
-    """Waits for the collective of an output; runs first in the backward pass."""
+    """Waits for the collective of an output; as the first step of the backward pass, keeps thread state."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:

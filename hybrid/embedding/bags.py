@@ -43,7 +43,7 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
 def has_marks(items: Sequence[Item]) -> bool:
-    """Return whether the last item is :data:`MARKS`, so that the gradients end with marks of unused bags."""
+    """Return whether a lookup ends with :data:`MARKS`, as all training lookups of custom modules do."""
     return bool(items) and items[-1][0] == MARKS[0]
 
 
@@ -79,9 +79,9 @@ def ids_dtype(num_rows: int) -> torch.dtype:
 
 
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Return one vector per bag, (bags, D), and the bags. An empty bag gives zeros.
+    """Return one vector per bag, (bags, D), and ``bags``. An empty bag gives zeros.
 
-    For max pooling, the returned bags record the row of each maximum, which the backward pass needs.
+    For max pooling, the returned bags have ``winners_BD``, which the backward pass needs.
     """
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags

@@ -70,7 +70,7 @@ def random_salt(seed: int, table: str) -> int:
 
 
 def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: int, count: int) -> int:
-    """Fill the rows ``index``, ``index + count``, ... of a table that are in the source ``table.initial``.
+    """Of the rows ``index``, ``index + count``, ..., fill those that the source ``table.initial`` has.
 
     Args:
         tensors: "weight" and the optimizer state of these rows. The state is filled if
@@ -99,7 +99,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
 def assign_stored(
     table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write ``stored`` to rows ``rows_N`` of ``tensors``; CheckpointError if a shape or the state differs."""
+    """Write ``stored`` to rows ``rows_N``; CheckpointError if a tensor is missing or has another width."""
     for name in tensors if table.has_initial_state else ["weight"]:
         if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
@@ -137,7 +137,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function that maps ``SavedRows.keys`` to rows of shard ``index``, or to -1."""
+    """Return a function that maps ``SavedRows.keys`` to rows of shard ``index``; -1 if it lacks the row."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
@@ -180,7 +180,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Return the rows of shard ``index`` whose values, ``texts``, have the hashes ``keys_B``; -1 for none."""
+    """Return, for each hash in ``keys_B``, the row of shard ``index`` whose value has this hash, or -1."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

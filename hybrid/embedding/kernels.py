@@ -53,9 +53,8 @@ def compiled(*signatures: str) -> Callable[[Function], Function]:
 def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Callable[..., Any]]:
     """Prefetch the cache lines of a row in a contiguous matrix.
 
-    Hardware prefetching follows streams, not lists of rows. A row beyond the matrix does no harm, since the
-    processor ignores invalid addresses. Kernels must call this intrinsic directly. A function around it, even
-    if inlined, changes a reference count for each row, which takes longer than adding the row.
+    A row beyond the matrix does no harm, since the processor ignores invalid addresses. Kernels must call
+    this intrinsic directly: a function around it, even if inlined, would count references for each row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

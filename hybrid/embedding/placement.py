@@ -5,11 +5,10 @@ s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so
 worker with the first range would get most of the traffic. The keys of a growing table are hashes, so each of
 its shards holds a range of keys.
 
-A worker that pools receives every id of its rows, and sends one vector per sample and feature. It receives as
-many gradients. So each worker of a split table sends and receives a vector per bag. A trainer that pools
-requests each distinct row once, and sends the sum of the row's gradients. Which side moves fewer bytes
-depends on how often samples repeat rows. The estimate takes all ids as equally likely. Real ids have fewer
-distinct rows, so trainers move at most as many bytes as estimated.
+If workers pool, each worker of a table receives the ids of its rows, sends one vector per bag, and receives
+as many gradients. If trainers pool, each trainer requests each distinct row once, and sends the sum of its
+gradients. Which of both moves fewer bytes depends on how often samples repeat rows. The estimate takes all
+ids as equally likely. Real ids have fewer distinct rows, so pooling by trainers moves fewer bytes than that.
 """
 
 import math
@@ -50,17 +49,17 @@ class Shard:
 
     @property
     def file_name(self) -> str:
-        """Relative path of the file with these rows in a checkpoint or delta."""
+        """Relative path of the file with these rows in a checkpoint, or with changed rows in a delta."""
         return shard_file(self.table.name, self.index, self.count)
 
     @property
     def buckets(self) -> range:
-        """The buckets of a growing table that belong to this shard; see ``key_hashes.py``."""
+        """The numbers of the buckets (ranges of keys) that this shard of a growing table holds."""
         return buckets_of_shard(self.index, self.count)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of rows and optimizer state; if the table grows, of ``max_rows`` rows, 0 without a limit."""
+        """Bytes of rows and optimizer state; if the table grows, of the most rows allowed, 0 for no limit."""
         num_rows = self.table.expected_rows // self.count if self.table.growth else self.num_rows
         return num_rows * bytes_per_row(self.table)
 
@@ -140,7 +139,7 @@ class Placement:
         return tuple(groups)
 
     def locations(self) -> Mapping[str, Sequence[Location]]:
-        """Return the locations of the shards of each table by table name, in the order of the workers."""
+        """Return, by table name, the locations of the table's shards, ordered by worker."""
         locations: dict[str, list[Location]] = defaultdict(list)
         for worker in range(self.num_workers):
             for number, group in enumerate(self.groups(worker)):

@@ -54,7 +54,9 @@ class SavedTable:
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
-        """Yield all rows, with any optimizer state, by row or key. The table must have ``encodings``.
+        """Yield all rows with their values, keys or numbers, and with optimizer state if it is stored.
+
+        The columns of the table must be known, so ``encodings`` must not be empty.
 
         Args:
             bounds: bucket bounds in the new model, used only for a column of numbers in buckets. Each new
@@ -103,7 +105,7 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the stored row for each row of a column with the bucket bounds ``wanted``; for row 0, row 0."""
+    """Return, for each row of a column with bounds ``wanted``, the row of a column with bounds ``stored``."""
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 
@@ -160,7 +162,7 @@ def parquet_blocks(source: str, table: str, dim: int) -> Iterator[SavedRows]:
 
 
 def _vectors(source: str, table: str, dim: int, first: int, vectors: Any) -> npt.NDArray[np.float64]:
-    """Return the vectors as (B, D); DataError if their form is wrong. ``first`` is the first row's number."""
+    """Return the vectors as (B, D). DataError names an invalid row; ``first`` is the first row's number."""
     kind = vectors.type.value_type if is_list(vectors) else vectors.type
     if not is_list(vectors) or not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         raise DataError(f"{source}: its second column holds {vectors.type}, not lists of numbers")

@@ -73,7 +73,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
 
 
 def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
-    """Return a function for ``SavedRows.read`` that selects from ``rows_BD``; there is no optimizer state."""
+    """Return a function that selects rows of ``rows_BD``, for rows that have no optimizer state."""
     return lambda index: {"weight": rows_BD[index]}
 
 

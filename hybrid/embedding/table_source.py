@@ -11,7 +11,7 @@ from hybrid.updates.ticket import Ticket
 
 
 class LookupRequest(NamedTuple):
-    """The arguments of :meth:`TableSource.lookup`, attached to a message with gradients."""
+    """A lookup that is sent in one message with the gradients of an earlier step."""
 
     ticket: Ticket
     items: Sequence[Item]
@@ -37,7 +37,7 @@ class TableSource(Protocol):
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            attached: a lookup to send in the same message. The result is then the vectors of this lookup,
-                else an empty list. With an attached lookup, the receiving thread may apply an update that
-                these gradients complete.
+            attached: a lookup of a later step, to send in the same message. The result is its vectors, or
+                an empty list without a lookup. The trainer waits for the vectors anyway, so the receiving
+                thread may apply an update that these gradients complete.
         """

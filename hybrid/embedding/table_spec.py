@@ -162,7 +162,7 @@ class TableSpec:
 
     @property
     def width(self) -> int:
-        """Number of values per sample, with a sequence's length; for tables from :meth:`for_feature`."""
+        """Values per sample: vectors, then a sequence's length. Only for a table from :meth:`for_feature`."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 

@@ -66,7 +66,7 @@ class DensePlacement:
 
         Args:
             convert_tensor: :func:`full_tensor` to gather full tensors, or :func:`local_shard` to select this
-                trainer's shards. To gather, all trainers of a tensor group must call this method together.
+                trainer's shards. To gather, all trainers that share a net must call this method together.
         """
         parameters = dict(net.named_parameters())
         layouts = {name: self.layouts[p] for name, p in parameters.items() if p in self.layouts}
@@ -203,11 +203,10 @@ class DdpModel:
             model.stages.head = self._wrap(head)
 
     def follow_parameters(self) -> nn.Module:
-        """Return the module to call. With ``OUTSIDE``, wrap it anew if other parameters require gradients.
+        """Return the module to call, after a script may have changed which parameters require gradients.
 
-        All trainers must call this together. A new DDP copies the first trainer's parameters to the others.
-
-        Raise RuntimeError if other parameters are trained than in an earlier micro-batch of the same step.
+        With ``OUTSIDE``, such a change requires a new DDP, which copies the first trainer's parameters to the
+        others. All trainers must call this together. Raise RuntimeError for a change within a step.
         """
         trained = {p for p in self.net.parameters() if p.requires_grad}
         if self._mode is DdpMode.OUTSIDE and trained != self._wrapped:
@@ -252,7 +251,7 @@ class DdpModel:
     def sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients in a bucket over micro-batches and trainers; a communication hook of DDP.
 
-        :class:`GroupReduce` only starts the sum over trainers; the returned bucket is then without this sum.
+        With :class:`GroupReduce`, the sum over trainers only starts here, and the returned bucket lacks it.
         DDP would divide by the number of trainers. The loss is already divided by the global batch size.
         """
         self._summed.update(bucket.parameters())

@@ -79,7 +79,7 @@ def _stages(model: HybridModel) -> list[tuple[str, nn.Module]]:
 
 
 def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> StageInputs:
-    """Return random inputs of each stage. As in training, some of them require gradients."""
+    """Return random inputs of each stage, to compile or test it. As in training, some require gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def make(width: int) -> Tensor:

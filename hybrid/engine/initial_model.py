@@ -98,7 +98,7 @@ class InitialModel:
         return [f"values with a row in {source}: {', '.join(each)}" for source, each in texts.items()]
 
     def _open_dense(self, run: str) -> None:
-        """Find the dense nets of ``train.initial``, and check the order of their inputs and outputs."""
+        """Find the dense nets of the run ``train.initial``; ConfigError if they do not fit this run."""
         stored, _ = self._open(MODEL_KEY, run)
         if stored.is_exported:
             raise ConfigError(MODEL_KEY, "is an export, which has no optimizer state; name a run", run)
@@ -179,7 +179,7 @@ class InitialModel:
         )
 
     def _warn_of_missing(self, run: str) -> None:
-        """Warn if the other run lacks tables; also name its tables that this run does not read."""
+        """Warn of tables that the other run lacks; also name its tables that this run does not read."""
         missing = [each.name for each in self.tables if not (each.initial or self._section(each).initial)]
         unread = sorted(self._opened[run][1].keys() - {each.initial_table for each in self.tables})
         if missing:
@@ -191,7 +191,7 @@ class InitialModel:
         return self._config.tables.get(table.name, TableSection())
 
     def _encoding(self, key: str, table: TableSpec) -> SparseEncoding:
-        """Return the encoding of a table's first column; ConfigError if others map values differently."""
+        """Return the encoding of a table's column; ConfigError unless all its columns map values alike."""
         first, *others = (each for each in self._encoder.sparse if each.name in table.features)
         if {*map(_describe, others)} - {_describe(first)}:
             rule = f"is not possible: the columns of table {table.name} do not have rows by the same values"
@@ -199,7 +199,7 @@ class InitialModel:
         return first
 
     def _open(self, key: str, path: str) -> tuple[Checkpoint, dict[str, SavedTable]]:
-        """Return the checkpoint or export in a folder, or the best checkpoint of a run; and its tables."""
+        """Return the checkpoint or export at ``path`` (of a run, the best checkpoint), and its tables."""
         if path not in self._opened:
             try:
                 stored = Checkpoint.best_valid(parse_path(path), self._warn)
@@ -223,7 +223,7 @@ def _remedy(table: TableSpec) -> str:
 
 
 def _describe(encoding: SparseEncoding) -> str:
-    """Return text about how a column maps values to rows. Only equal texts allow columns to share rows."""
+    """Return text that names how a column maps values to rows. Rows fit only a column with an equal text."""
     kinds = {
         "build": "values",
         "hash": f"hashes into {encoding.num_rows:,} rows",

@@ -8,9 +8,9 @@
     lookahead   step s     compute s, send its gradients with the lookup of s+1
     async       step s     compute s, send its gradients with the lookup of s+2
 
-A lookup that is sent before its step begins is **prefetched**. At the start of a pass, there are no gradients
-yet, so the lookup of the first step (in async mode, of the first two steps) has its own message. In lookahead
-mode, a worker responds to the lookup of step s+1 once update s is applied.
+A lookup that is sent before its step begins is **prefetched**. When a pass over batches begins, no gradients
+are left to send, so the lookup of its first step (in async mode, of its first two steps) has its own message.
+In lookahead mode, a worker responds to the lookup of step s+1 once update s is applied.
 """
 
 from collections import deque
@@ -92,8 +92,8 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def has_next(self) -> bool:
         """Return whether there is a further step. Call this method only between steps.
 
-        In sync mode, the call reads the next batch. In other modes, at the start of a pass only, it reads the
-        batches of the first steps, and sends their lookups.
+        In sync mode, the call reads the next batch. In other modes, the first call after :meth:`begin` reads
+        the batches of the first steps, and sends their lookups.
         """
         while len(self._steps) < self._num_ahead and self._read_step():
             pass

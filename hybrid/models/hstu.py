@@ -59,8 +59,7 @@ class HSTU(nn.Module):
 
     One long history does not slow down all samples: samples of similar length are computed as a group, padded
     to ``longest`` or to a smaller power of two, at least 32. Padding before the items counts as length. A
-    compiled or exported net computes all samples as one group. ``torch.nested`` and flex attention cannot
-    replace the groups, since they always apply a softmax.
+    compiled or exported net computes all samples as one group.
 
     Args:
         dim: D, the width of the item vectors.

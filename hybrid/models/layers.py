@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
-    """Return linear layers with ReLUs over ``widths``; ``num_outputs`` above 0 adds a linear output layer."""
+    """Return linear layers over ``widths``, each with a ReLU; then a linear layer if ``num_outputs`` > 0."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]

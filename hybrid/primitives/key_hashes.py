@@ -1,4 +1,4 @@
-"""Hashes of 64-bit numbers: keys in tables that grow with new ids. A bucket is a range of keys."""
+"""Hash functions of 64-bit numbers, and buckets: ranges of the keys of tables that grow with new ids."""
 
 import numpy as np
 import numpy.typing as npt

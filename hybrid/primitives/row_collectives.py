@@ -54,7 +54,7 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ExchangeRows(torch.autograd.Function):
     """Calls ``exchange``, such as a gather, in the forward pass, and ``inverse`` for gradients.
 
-    The result requires a gradient if ``rows_BX`` or ``anchor`` requires one.
+    If ``rows_BX`` requires no gradient, an ``anchor`` that does makes autograd record the call anyway.
     """
 
     @staticmethod

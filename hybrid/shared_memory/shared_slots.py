@@ -38,9 +38,7 @@ _WRITTEN = b"w"
 
 
 class SharedSlots:
-    """Sums of tensors over the trainers of one host; created by :meth:`join`.
-
-    A process group would send TCP messages, which take 2 ms for 2 MB on 2 idle cores.
+    """Sums of tensors over the trainers of one host, without TCP messages; created by :meth:`join`.
 
     Args:
         members: the trainers, by rank in their process group.
@@ -68,7 +66,7 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
-        They can if they are 2 to ``MAX_MEMBERS``, all ``may_share``, and have the same ``host_id()``.
+        They can if there are 2 to ``MAX_MEMBERS``, all set ``may_share``, and all have one ``host_id()``.
 
         Args:
             group: a process group whose backend supports CPU tensors.

@@ -5,9 +5,9 @@
     writer                                       reader
     ──────                                       ──────
     copies tensors into a free block   ───────►  uses the tensors in place
-                 (a frame names the block)
+                 (a message names the block)
     frees the block                    ◄───────  deletes the last of these tensors
-                                 (the next frame back names the block)
+                                 (the next message back names the block)
 
 The bytes are copied once, instead of encrypted, sent, received and decrypted. The memory has no name: its
 descriptor is sent over a Unix socket, and the kernel frees the memory when the last process closes it. Each

@@ -76,7 +76,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Pass gradients to the tables; return a future of the vectors of a further lookup, [] without one."""
+    """Pass gradients to the tables; return a future of the vectors of the message's lookup, [] if none."""
     number, ticket, num_grads, attached_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]

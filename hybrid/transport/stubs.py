@@ -181,8 +181,8 @@ def start(
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
         timeout_seconds: default timeout of calls, and of waits for other roles; doubled for calls of a step.
-        constructors: ``partial(cls, ...)`` with arguments that only this process has. If another process
-            calls :func:`create` for ``cls`` and this role, its arguments follow those of the partial.
+        constructors: ``partial(cls, ...)`` for classes that need arguments which only this process has. For
+            a call of :func:`create` by another process, the arguments of the call follow those arguments.
 
     Raises:
         ClusterError: a role does not connect, the interface has no address, or this process had another rank

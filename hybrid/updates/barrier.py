@@ -32,7 +32,7 @@ _MAX_LOOKUP_THREADS = 4
 
 
 class Update(Protocol):
-    """Merged gradients that are applied together. After an error in a method, the barrier has failed."""
+    """Merged gradients that are applied together. If a method raises an error, the barrier fails."""
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients."""
@@ -174,7 +174,7 @@ class UpdateBarrier(Generic[Contribution]):
     def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
         """Set the number of a trainer's lookups with gradients in a step; one per micro-batch by default.
 
-        Call this before gradients of the previous number of lookups have arrived, or the update may begin.
+        Call this before the gradients of as many lookups as set so far have arrived: they begin the update.
         """
         with self._changed:
             self._ledger.set_num_lookups(trainer, step, number)
@@ -255,7 +255,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Send a step's squared norm to the trainers that request it; return the scale that they decide."""
+        """Send the squared norm to the trainers; return their factor for the gradients, None to drop them."""
         norm = update.squared_norm()
         with self._changed:
             self._norms = {step: norm}
@@ -283,7 +283,10 @@ class UpdateBarrier(Generic[Contribution]):
             raise ClusterError("the worker is stopping")
 
     def _wait_until(self, condition: Callable[[], bool], timeouts: int | None = 1) -> bool:
-        """Wait until a condition holds; return False after the timeout. Raise the failure of the barrier."""
+        """Wait for a condition, at most ``timeouts`` times the timeout; return whether it holds.
+
+        Raise the error with which the barrier has failed.
+        """
         seconds = None if timeouts is None else timeouts * self._rules.timeout_seconds
         is_over = self._changed.wait_for(lambda: self._failure or condition(), seconds)
         if self._failure is not None:

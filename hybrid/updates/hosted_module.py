@@ -30,7 +30,7 @@ class HostedModule(nn.Module):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Future[Result]:
-        """Call a method of the update barrier; return its result as a future, as stubs of the module do."""
+        """Call a method of the update barrier; return its result as a future, like a stub of the module."""
         response: Future[Result] = Future()
         response.set_result(method(self.barrier, *args))
         return response
@@ -51,7 +51,7 @@ class HostedModule(nn.Module):
 
         Args:
             is_copied: whether to copy the tensors, so that training can continue before they are written.
-            is_delta: whether to keep a delta: copies of changed rows, or of a net without optimizer state.
+            is_delta: whether to keep a delta instead: copies of a table's changed rows, or of a net.
         """
         self.barrier.drain()
         self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written

@@ -74,7 +74,6 @@ class Ledger(Generic[Contribution]):
         entry.contributions[ticket.lookup_index] = contribution
 
     def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
-        """Set the number of a trainer's lookups with gradients in a step; one per micro-batch by default."""
         self._num_lookups[step, trainer] = number
 
     def is_ready(self, ticket: Ticket) -> bool:

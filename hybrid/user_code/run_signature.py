@@ -52,7 +52,8 @@ def load_run_config(
     """Read the configuration of a run that another user may have written.
 
     A value that needs a signature and has none is replaced by its default. It is an error instead if its
-    section is in ``uses``, or if its key also has harmless values: the default is another model or data.
+    section is in ``uses``, or if its key also has harmless values: the default of such a key, as of
+    ``dense.net``, is another net, loss, metric or split.
 
     Args:
         overrides: ``section.key=value``; these values need no signature.

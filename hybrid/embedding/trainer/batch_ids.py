@@ -109,9 +109,9 @@ class BatchIds:
         dtype: torch.dtype,
         offsets_dtype: torch.dtype,
     ) -> Bags:
-        """Return the bags of some features, with addresses in place of ids.
+        """Return the bags of some features, with addresses (row numbers over several tables) for ids.
 
-        :func:`kernels.write_bag_addresses` describes the order, and ``bases_FS`` and ``counts_F``.
+        See :func:`kernels.write_bag_addresses` for the order of bags, ``bases_FS`` and ``counts_F``.
 
         Args:
             weights_L, pooling: see :meth:`pooling_weights`.

@@ -83,8 +83,8 @@ class Embeddings:
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            carrier: a prefetched lookup of an earlier step; the requests are sent together with its
-                gradients. None sends the requests now.
+            carrier: a prefetched lookup of an earlier step. The messages with its gradients then also
+                carry the requests of this lookup. None sends the requests now.
 
         Raises:
             DataError: an id is not a row of its table, or offsets or weights do not match the ids.
@@ -186,11 +186,11 @@ def make_routes(
     placement: Placement,
     weighted: Collection[int] = (),
 ) -> list[Route]:
-    """Return the routes of a batch.
+    """Return routes (``routes.py``) that together cover the features.
 
     Row features of one width share a route. Bag features of one width and one pooling share a route if all or
-    none of them have weights; if workers pool, their tables must also be in the same groups. Features of a
-    growing table share routes only with each other.
+    none of them have weights; if workers pool, their tables must also be in the same :class:`ShardGroup`
+    objects. Features of a growing table share routes only with each other.
 
     Args:
         row_features: indices of the features that are not pooled: one id per sample, and sequences.

@@ -44,7 +44,7 @@ class OutputLayout(Protocol):
 
 
 class TableSources:
-    """The tables of each worker, and messages to them that carry only gradients, until they have arrived."""
+    """The tables of each worker, and pending messages that carry gradients but no lookup."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.by_worker = sources
@@ -138,7 +138,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the vectors of all workers in order; ignore zeros for int16 tensors."""
+        """Return the outputs, given the vectors of all workers in order. Zeros after them are ignored."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -148,13 +148,13 @@ class Lookup:
         return self._layout.outputs(responses)
 
     def split_gradients(self, output_grads: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
-        """Convert gradients of the outputs to gradients of each worker's vectors, one per item."""
+        """Convert gradients of the outputs to gradients of each worker's vectors, one tensor per request."""
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Return a gradient per tensor of :meth:`assemble`: None for int16, whose zeros get the gradient."""
+        """Return the gradients of the received vectors (None for int16), then of the zeros for int16."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]

@@ -245,7 +245,7 @@ class _Sequences(NamedTuple):
 
 
 class BagRoute:
-    """The route of features that are pooled by workers. All their tables are in the same groups."""
+    """The route of features that workers pool. Their tables are in the same groups (:class:`ShardGroup`)."""
 
     def __init__(
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool

@@ -92,7 +92,10 @@ class GrowingGroup(TableGroup):
     def _read_keys(
         self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, is_exact: bool = False
     ) -> int:
-        """Read keys and their tensors ``names`` (``is_exact``: refuse others); return the number of rows."""
+        """Read this shard's keys, and the tensors ``names`` of their rows; return the number of rows.
+
+        With ``is_exact``, raise CheckpointError if the checkpoint has other tensors of rows.
+        """
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
         start = self._keys.end
@@ -181,7 +184,7 @@ class GrowingGroup(TableGroup):
         self._evicted = []
 
     def take_changes(self) -> dict[str, dict[str, Tensor]]:
-        """Return changed rows with their keys, and evicted keys, by file of a delta; forget the changes."""
+        """Return, for the file of a delta, changed rows with their keys, and evicted keys; forget both."""
         assert self._is_changed_R is not None
         records_R2, _ = self._keys.state()
         is_changed_R = self._is_changed_R[: len(records_R2)].numpy() & (records_R2[:, 1] >= 0)

@@ -170,11 +170,12 @@ def _rank_keys(
     keys_M: Ints,
     ranks_M: Ints,
 ) -> int:
-    """Write the removable keys of a bucket with their ranks; return the number of keys.
+    """Write the removable keys of a bucket and their ranks; return the number of keys.
 
-    The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key with a row that no step has
-    read for more than ``evict_after`` steps. Other keys with rows rank by their count at ``step``, then by
-    the last step that read them. Keys that are read at ``step``, and other pending keys, are left out.
+    Keys of low rank are removed first. The rank is -2 for a pending key whose count has fallen to 0, and -1
+    for a key with a row that no step has read for more than ``evict_after`` steps. Other keys with rows rank
+    by their count at ``step``, then by the last step that read them. Keys that are read at ``step``, and
+    other pending keys, are left out.
     """
     number = 0
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -281,7 +282,8 @@ class KeyMap:
     def count(self, keys_U: Ints, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Count each key of an update once; give rows to keys with a count of at least ``admit_after``.
 
-        If a bucket nears its limit, ``max_rows`` / 1,024, keys with higher counts, then lower keys, get rows.
+        A bucket has at most ``max_rows`` / 1,024 rows. If too few are free, the keys with the highest counts
+        get rows; among equal counts, the lowest keys.
 
         Args:
             keys_U: distinct keys, ascending as unsigned numbers.
@@ -313,7 +315,7 @@ class KeyMap:
         return rows_U, new
 
     def sweep(self, step: int) -> Ints:
-        """Remove seldom-read keys of the buckets that ``step`` selects; return removed keys that had rows.
+        """Remove seldom-read keys of 16 buckets, in turn by ``step``; return removed keys that had rows.
 
         Three kinds of keys are removed: pending keys with a count of 0; keys with rows that no step has read
         for over ``evict_after`` steps; keys with the lowest counts, if a bucket is over 7/8 of its limit.
@@ -348,11 +350,7 @@ class KeyMap:
         return np.concatenate(evicted)
 
     def grow(self) -> None:
-        """Give some buckets more slots, before their next keys need them.
-
-        All buckets fill at the same rate. If each update adds as many keys as the last one, all buckets grow
-        before the first bucket is too full.
-        """
+        """Give a few buckets more slots if buckets fill up, so that not all must grow in one update."""
         own = np.asarray(self._buckets)
         log = int(self._logs_N[own].min())
         smallest = own[self._logs_N[own] == log]
@@ -388,7 +386,7 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return pairs (key, record), by row, and those of pending keys. A free row's record is -1."""
+        """Return (key, record) of each row, and of each pending key. The record of a free row is -1."""
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]
@@ -397,7 +395,7 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Add new keys; those of ``records_R2`` get the next rows. ClusterError as in :meth:`count`."""
+        """Add new keys; those of ``records_R2`` get the rows from ``end`` on. ClusterError as in count()."""
         first, stop = self.end, self.end + len(records_R2)
         self._require_memory(stop)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))

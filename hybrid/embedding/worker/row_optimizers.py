@@ -26,9 +26,8 @@ on w. Only touched rows decay. Likewise, the buffer of ``momentum`` and the mean
 change only with their row. ``adam`` and ``adamw`` count steps per row, so a row's bias correction depends on
 its number of steps. The update of a row does not depend on which other rows a step touches.
 
-With ``all_rows``, a step updates every row; rows that are not touched have a gradient of zero. A table that
-the loss of a custom loop does not use stays unchanged. Each step costs a pass over the table. Delaying
-updates until a row is next read would be exact only for ``sgd`` at a constant rate.
+With ``all_rows``, a step updates every row; rows that are not touched have a gradient of zero. Each step then
+costs a pass over the table. A table that the loss of a custom loop does not use stays unchanged.
 
 Rows in bfloat16 are widened, updated, and rounded stochastically. Their state is not rounded.
 

@@ -75,7 +75,7 @@ class DistinctStepRows(NamedTuple):
     by_kind: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:
-        """Return whether these are the rows of exactly these ``bags`` objects, in this order."""
+        """Return whether these rows were found for exactly these ``bags`` objects, in this order."""
         return [*map(id, self.bags)] == [*map(id, bags)]
 
 
@@ -108,7 +108,7 @@ class TableGroup:
         self._is_changed_R: Tensor | None = None
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill the rows with initial values; return the result of :meth:`TableShards.initialize`."""
+        """Fill the rows with initial values; return, by table, the number of rows from ``table.initial``."""
         self._seed = seed
         matches = {}
         for shard in self.group.shards:
@@ -173,7 +173,7 @@ class TableGroup:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return vectors and bags as :func:`pool_and_record` does. Only unpooled rows stay bfloat16."""
+        """Return vectors and bags as :func:`pool_and_record` does; bfloat16 rows are widened to be pooled."""
         is_pooled = bags.offsets is not None
         if is_pooled and not self.group.has_bfloat16_rows:
             return pool_and_record(self.weight_RD, bags)
@@ -276,7 +276,7 @@ class TableUpdate:
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients.
 
-        Raise NonFiniteError if one is not finite, and ``check_finite`` is set. No row has changed.
+        Raise NonFiniteError, before any row changes, if ``check_finite`` is set and one is not finite.
         """
         for group, gradients in self.gradients:
             total = float(gradients.sum_all().sum())
@@ -285,7 +285,7 @@ class TableUpdate:
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
-        """Update the rows block by block, with gradients times ``scale``, and rates times ``factor``.
+        """Update the rows block by block, with gradients times ``scale`` and learning rates times ``factor``.
 
         Raises:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may already be

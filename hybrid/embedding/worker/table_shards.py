@@ -1,6 +1,7 @@
 """The tables of a worker: lookups of trainers, gradients of steps, and checkpoints.
 
-The gradients of a lookup may end with **marks**: 0 for each bag and table that the update must leave out.
+The gradients of a lookup of a custom loop can end with **marks**: for each bag and each table, 0 if the
+update must leave it out because the loss does not use it, else 1.
 """
 
 import threading
@@ -76,7 +77,7 @@ class TableShards(HostedModule, TableSource):
         )
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill every table with rows from ``table.initial``, and random rows; see :func:`read_initial_rows`.
+        """Fill every table with rows of ``table.initial``, or else by ``table.init``.
 
         Returns:
             For each table with ``initial``, the number of its rows on this worker that come from there. Row 0
@@ -105,7 +106,7 @@ class TableShards(HostedModule, TableSource):
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
-        """Return each item's vectors, and the items for the backward pass, both without :data:`MARKS`."""
+        """Return each item's vectors, and the items for the backward pass; both leave out :data:`MARKS`."""
         pooled = []
         recorded = []
         for group, bags in items[:-1] if has_marks(items) else items:
@@ -183,7 +184,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _select_used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return the gradients of used bags, and names of idle tables. A pooled item has one mark."""
+        """Return the bags that the loss uses, and the idle tables. A pooled item is used as a whole."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []

@@ -52,8 +52,8 @@ MAX_UNAUTHENTICATED = 512
 def send_bursts_at_once(connection: socket.socket) -> None:
     """Set a socket to send small messages without delay, and the packets of a message without pauses.
 
-    BBR, the congestion control of some hosts, spreads packets over a round trip. With a round trip of 10 ms,
-    a message of 400 kB and its response take 20 ms with BBR, and 11 ms with CUBIC or Reno.
+    BBR, the congestion control of some hosts, spreads packets over a round trip, which can double the time
+    of a message and its response.
 
     Args:
         connection: a socket that listens, or is not connected yet. A connection that begins with BBR

@@ -104,9 +104,9 @@ class SocketClient:
         self._writable.register(self._connection, select.POLLOUT)
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
-        """Send a call of ``function(plain, tensors)``; if sending fails, so does the reply.
+        """Send a call of ``function(plain, tensors)``; if the connection fails, so does the reply.
 
-        Errors of :meth:`Frames.seal` are raised.
+        Raise ClusterError for a tensor that is not on the CPU, or whose dtype cannot be sent.
         """
         reply = Reply(self)
         with self._sending:
