@@ -43,7 +43,7 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
 def has_marks(items: Sequence[Item]) -> bool:
-    """Return whether a lookup ends with :data:`MARKS`, as all training lookups of custom modules do."""
+    """Return whether a lookup ends with :data:`MARKS`, so that its gradients tell which bags are not used."""
     return bool(items) and items[-1][0] == MARKS[0]
 
 

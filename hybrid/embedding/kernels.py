@@ -102,7 +102,7 @@ def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write ``bases_KS[k, id % n] + id // n`` for each id of feature k, with n = ``counts_K[k]`` shards."""
+    """Write the address of each id of feature k, ``bases_KS[k, id % n] + id // n``; n is ``counts_K[k]``."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):

@@ -77,7 +77,7 @@ class RowGradients:
     def add_to(self, table_RD: Tensor, first: int, last: int, scale: float, rate: float) -> float:
         """Add ``rate * (scale * gradient)`` to the rows ``rows_U[first:last]`` of a table, in one pass.
 
-        Return the sum of all values of the unscaled gradients.
+        Return the sum of all values of the unscaled gradients, as :meth:`sum_block` does.
         """
         return self._sum(first, last, self._grad_BD[:0], table_RD.numpy(), scale, rate)
 
@@ -102,7 +102,7 @@ class RowGradients:
         )
 
     def select(self, rows_U: Tensor) -> RowGradients:
-        """Return a copy with ``rows_U`` as the new numbers of the rows; a negative number drops a row."""
+        """Return a copy with other row numbers, such as rows for keys. A negative number drops a row."""
         selected = copy(self)
         is_kept_U = rows_U >= 0
         selected.rows_U = rows_U[is_kept_U]

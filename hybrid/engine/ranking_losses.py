@@ -89,7 +89,7 @@ RANKING = {"pairwise": pairwise_loss, "listwise": listwise_loss}
 
 
 class _OrderedSamples(NamedTuple):
-    """The N of B samples that count, sorted by group."""
+    """The N of B samples that count in a ranking loss, sorted by group."""
 
     scores_B: Tensor  # the scores of the batch, whose device and type the results have
     sample_weights_B: Tensor  # the weight of each sample of the batch in the loss

@@ -58,8 +58,8 @@ class UpdateBarrier(Generic[Contribution]):
         merge: returns the update of a step from the contributions, sorted by trainer, step and lookup. The
             same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
-        prepare_step: called with the number of the next step, after an update and the lookups that waited
-            for the update.
+        prepare_step: prepares the update of the next step, whose number it gets; called after an update and
+            the lookups that waited for it.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Convert gradients of outputs to gradients of responses, none of which is a view of a larger tensor.
+        """Convert gradients of outputs to gradients of responses; no slices, since RPC sends whole storages.
 
         Args:
             grads: with several outputs, None for an output that the loss does not use.

@@ -43,7 +43,7 @@ from hybrid.updates.ticket import Purpose
 
 
 class GrowingGroup(TableGroup):
-    """A group that consists of one shard of a growing table."""
+    """A :class:`TableGroup` that consists of one shard of a growing table."""
 
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         (self._shard,) = group.shards

@@ -315,12 +315,11 @@ class KeyMap:
         return rows_U, new
 
     def sweep(self, step: int) -> Ints:
-        """Remove seldom-read keys of 16 buckets, in turn by ``step``; return removed keys that had rows.
+        """Remove seldom-read keys of the 16 buckets whose turn it is; return removed keys that had rows.
 
         Three kinds of keys are removed: pending keys with a count of 0; keys with rows that no step has read
         for over ``evict_after`` steps; keys with the lowest counts, if a bucket is over 7/8 of its limit.
-        Among equal counts, keys that were read earlier are removed first, then lower keys. Keys that are read
-        at ``step`` stay.
+        Among equal counts, keys read earlier are removed first, then lower keys. Keys read at ``step`` stay.
         """
         half_life, evict_after = self._growth.half_life, self._growth.evict_after
         # One row in eight stays free for the keys of the next steps.

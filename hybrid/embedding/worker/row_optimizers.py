@@ -96,7 +96,7 @@ class RowOptimizer:
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         """Apply one step to ``gradients.rows_U[first:last]``, with the gradients times ``scale``.
 
-        ``factor`` is as in :meth:`step`. Return the sum of all values of the unscaled gradients.
+        ``factor`` multiplies the learning rate. Return the sum of unscaled gradients, to detect NaN and inf.
         """
         grad_UD, total = gradients.sum_block(first, last, scale)
         self.step(gradients.rows_U[first:last], grad_UD, factor)

@@ -113,7 +113,7 @@ class Identity:
     timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
-        """Return ciphers to and from another role; ``random`` is the worker's bytes, then the trainer's."""
+        """Return ciphers to and from another role; ``random`` has bytes of both, first the worker's."""
         own, peer, context = self.role.rpc_name, other.rpc_name, self.run_id + random
         to = self.secret.key(f"socket from {own} to {peer}", context)
         back = self.secret.key(f"socket from {peer} to {own}", context)
