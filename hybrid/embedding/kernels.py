@@ -173,8 +173,6 @@ def write_bag_addresses(
 def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
     """Return the distinct ids, ascending, and their positions: ``rows_U, starts_V, order_L``.
 
-    The sort is a stable radix sort, which is linear in the number of ids.
-
     Args:
         num_rows: more than any id; ``KEYS_END`` for ids of any 64 bits, which are sorted as unsigned numbers.
     """

@@ -313,7 +313,7 @@ class DdpModel:
             self._accumulated.clear()
 
     def gradient_not_finite(self) -> str | None:
-        """Return the name of the last parameter whose gradient of the step is not finite; None if all are."""
+        """Return the name of the last parameter whose gradient is not finite; None if all are finite."""
         names = [n for n, p in self.net.named_parameters() if p in self.gradients]
         bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
         return bad[-1] if bad else None

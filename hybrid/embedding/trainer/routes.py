@@ -17,8 +17,6 @@ PoolRoute     multi-hot, of tables     each distinct row once         pooling ro
               that trainers pool
 ============= ======================== ============================== ==================================
 
-The numbers of messages and kernel calls depend on the numbers of workers and routes, not of tables.
-
 A sequence of at most N ids has N positions in a sample. Positions after its last id are zeros, and read no
 row. Features with one id per sample and the same width join the route of sequences, with one position each.
 So if a history contains the candidate item, the row is sent once::
