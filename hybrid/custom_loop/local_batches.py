@@ -531,6 +531,7 @@ def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
         ids = slice(int(ends[0]), int(ends[-1]))
         is_jagged = feature.multi_hot and sparse.offsets is not None
         values[feature.name] = Jagged(sparse.ids_L[ids], ends - ends[0]) if is_jagged else sparse.ids_L[ids]
-        if is_jagged and feature.weighted and sparse.weights_L is not None:
-            values[f"{feature.name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
+        if is_jagged and feature.weighted:
+            weights_L = torch.ones(len(sparse.ids_L)) if sparse.weights_L is None else sparse.weights_L
+            values[f"{feature.name}.weights"] = Jagged(weights_L[ids], ends - ends[0])
     return values

@@ -13,13 +13,13 @@ NUM_ITEMS = 23
 
 
 def write_choices(path: Path, num_rows: int = 300, seed: int = 1) -> Path:
-    """Write impressions: a user with a price limit and tags, an item, whether the user chose it, a weight."""
+    """Write impressions: user, price limit, weighted tags, item, whether the user chose it, and a weight."""
     draw = random.Random(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["user", "limit", "tags", "item", "chosen", "importance"])
         for number in range(num_rows):
-            tags = "|".join(draw.sample("abcd", draw.randrange(4)))
+            tags = "|".join(f"{tag}:0.5" for tag in draw.sample("abcd", draw.randrange(4)))
             item = min(number % NUM_ITEMS, draw.randrange(2 * NUM_ITEMS))  # the first are more frequent
             row = [f"u{draw.randrange(30)}", f"{draw.gauss(3, 2):.2f}", tags, f"i{item}"]
             writer.writerow([*row, int(draw.random() < 0.7), f"{draw.random():.2f}"])

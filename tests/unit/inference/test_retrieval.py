@@ -23,9 +23,10 @@ ALL_ITEMS = [f"i{number}" for number in range(NUM_ITEMS)]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run ``run`` and of new rows ``new.csv``; read-only."""
     folder = tmp_path_factory.mktemp("retrieval")
-    write_trained(folder / "run", choices_config(folder, data={"split": "none"}))
+    columns = {"columns.tags": {"kind": "weighted"}}
+    write_trained(folder / "run", choices_config(folder, data={"split": "none"}, **columns))
     with write_choices(folder / "new.csv", 60, seed=2).open("a") as file:
-        file.write("u1,2.0,a,unknown,1,1.0\n")
+        file.write("u1,2.0,a:1,unknown,1,1.0\n")
     return folder
 
 
@@ -106,8 +107,7 @@ def test_exported_items_are_the_vectors_of_all_items(folder: Path, tmp_path: Pat
     table = pq.read_table(tmp_path / "export/items.parquet")
     order = [ALL_ITEMS.index(name) for name in table["item"].to_pylist()]
     assert sorted(order) == list(range(NUM_ITEMS))
-    exported = torch.tensor(table["vector"].to_pylist())
-    assert torch.allclose(exported, item_vectors(folder)[order], atol=1e-6)
+    assert torch.allclose(torch.tensor(table["vector"].to_pylist()), item_vectors(folder)[order], atol=1e-6)
 
 
 def test_prediction_is_the_score_of_the_item(folder: Path, tmp_path: Path) -> None:
