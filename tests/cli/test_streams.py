@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -159,8 +160,7 @@ def test_units_are_judged_before_they_train(folder: Path, uninterrupted: Path) -
     assert 0.8 < units[2]["calibration"] < 1.2
     lines = records(uninterrupted, "train")
     assert [line["step"] for line in lines] == [*range(1, 3 * DAY_STEPS + 1)]
-    assert lines[-1]["user.rows"] == 200
-    assert lines[-1]["brand.rows"] == 5  # four brands, and the items without one
+    assert (lines[-1]["user.rows"], lines[-1]["brand.rows"]) == (200, 5)  # and the items without a brand
     assert all(0 < line["progressive_log_loss"] < 1 for line in lines)
 
 
@@ -172,9 +172,13 @@ def test_folder_that_appears_is_read(folder: Path, uninterrupted: Path, tmp_path
         command.await_text("waiting for rows after log/day=1")
         # The last step of the day is written while the run waits.
         assert eventually(lambda: has_written(tmp_path / "run", DAY_STEPS), COMMAND_SECONDS)
-        for day in (2, 3):
-            write_day(tmp_path, day)
-        assert command.wait().code == 0
+        write_day(tmp_path, 2)
+        command.await_text("waiting for rows after log/day=2")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait().code == 128 + signal.SIGTERM
+        assert f"\nstopping after step {2 * DAY_STEPS};" in command.stdout
+    write_day(tmp_path, 3)
+    output_of(["launch", "--resume", "run"], tmp_path)
     written = [each["step"] for each in records(tmp_path / "run", "checkpoint")]
     assert written == sorted({*written})
     assert_equal(final_state(tmp_path / "run"), final_state(uninterrupted), 0)
@@ -250,8 +254,7 @@ def test_served_model_scales_as_the_last_unit_did(folder: Path) -> None:
 
 def test_stream_is_that_of_one_process(folder: Path) -> None:
     more = settings(cluster={"trainers": 3}, train={"update": "lookahead"})
-    printed = output_of(["compare", "--steps", 2 * DAY_STEPS, *COMMON, *more], folder)
-    assert "equal up to rounding" in printed
+    assert "equal up to rounding" in output_of(["compare", "--steps", 2 * DAY_STEPS, *COMMON, *more], folder)
 
 
 def test_file_that_changes_ends_the_resume(folder: Path) -> None:
@@ -281,9 +284,8 @@ def test_unit_that_never_completes_is_an_error(every_steps: int, tmp_path: Path)
     assert "data.stream" in ended.stderr
     assert max(saved_steps(tmp_path / "run")) == DAY_STEPS
     write_day(tmp_path, 2)
-    output_of(
-        ["launch", "--resume", "run", *settings(data={"stream": "files(until = 'log/day=2')"})], tmp_path
-    )
+    until = settings(data={"stream": "files(until = 'log/day=2')"})
+    output_of(["launch", "--resume", "run", *until], tmp_path)
     assert [line["step"] for line in records(tmp_path / "run", "train")] == [*range(1, 2 * DAY_STEPS + 1)]
     assert [unit["step"] for unit in records(tmp_path / "run", "unit")] == [DAY_STEPS, 2 * DAY_STEPS]
 
@@ -305,9 +307,7 @@ def test_custom_loop_reads_the_rows_of_a_configured_run(folder: Path, uninterrup
         return [line for line in ended.stdout.splitlines() if line.startswith("log/day=")]
 
     lines = loop("loop")
-    assert [line.split()[:2] for line in lines] == [
-        [f"log/day={day}", str(DAY_STEPS * day)] for day in (1, 2, 3)
-    ]
+    assert [line.split()[:2] for line in lines] == [[f"log/day={d}", f"{DAY_STEPS * d}"] for d in (1, 2, 3)]
     whole = final_state(folder / "loop")
     assert reads(whole) == reads(final_state(uninterrupted))
     more = settings(cluster={"max_restarts": 0})

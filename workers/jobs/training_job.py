@@ -209,6 +209,7 @@ class Training:
         reports = session.train(self._step, count)
         seconds = time.perf_counter() - start
         count = len(reports[0].losses)  # the unit of a stream may end earlier
+        self._announce_stop(session, view, self._step + count)
         if not count:
             return
         self._seconds_per_step = seconds / count
@@ -283,15 +284,14 @@ class Training:
         train = self._config.train
         if math.isnan(self._seconds_to_first_step):
             return 1  # the first log line appears as soon as possible
+        periods = train.log_every_steps, train.eval_every_steps
         limits = [
-            train.log_every_steps - self._step % train.log_every_steps,
+            *(each - self._step % each for each in periods if each),
             per_epoch - within,
             total - self._step,
             max(1, int(CALL_SECONDS / self._seconds_per_step)),
             self._checkpoints.steps_to_next(self._step),
         ]
-        if train.eval_every_steps:
-            limits.append(train.eval_every_steps - self._step % train.eval_every_steps)
         return int(min(limits))
 
     def _evaluate(self, session: DatasetSession, view: TerminalView, split: str, step: int) -> Metrics | None:
