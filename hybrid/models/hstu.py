@@ -84,7 +84,8 @@ class HSTU(nn.Module):
             return self._padded(history_BTD, is_item_BT)
         lengths_B, order_B = is_item_BT.flip(1).cumsum(1).gt(0).sum(1).sort(stable=True)
         widths = torch.tensor(self.bucket_widths, device=lengths_B.device)
-        ends: list[int] = torch.searchsorted(lengths_B, widths, right=True).tolist()
+        ends_W = torch.searchsorted(lengths_B, widths, right=True)
+        ends: list[int] = ends_W.tolist() if len(lengths_B) else [0]  # the meta device has no values
         if ends[-1] < len(lengths_B):
             raise ValueError(f"a history is longer than {self.bucket_widths[-1]} items")
         is_item_chunks = is_item_BT[order_B].tensor_split(ends[:-1])
