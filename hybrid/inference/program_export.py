@@ -85,16 +85,22 @@ def check_packages(formats: Sequence[str]) -> None:
         raise HybridError(f"--format onnx: {rule}")
 
 
+def check_names(model: TrainedModule) -> None:
+    """Raise HybridError if an output of ``model`` has the name of an input, which ONNX does not allow."""
+    if repeated := sorted({each["name"] for each in _outputs(model)} & {*model.input_names}):
+        rule = f"{', '.join(repeated)} is an input and an output; rename the column"
+        raise HybridError(f"--format onnx: {rule}")
+
+
 def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> list[str]:
     """Write a program as ONNX, with inputs named as in ``model``; return the names of the files.
 
+    The names must have passed :func:`check_names`.
+
     Raises:
-        HybridError: ONNX lacks an operator of a net, or an output would have the name of an input.
+        HybridError: ONNX lacks an operator of a net.
     """
     output_names = [each["name"] for each in _outputs(model)]
-    if repeated := sorted({*output_names} & {*model.input_names}):
-        rule = f"{', '.join(repeated)} is an input and an output; rename the column"
-        raise HybridError(f"--format onnx: {rule}")
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = log.level
     log.setLevel(logging.ERROR)  # no messages about optional packages

@@ -340,6 +340,8 @@ def _export(
     write_tables: Callable[[Path], list[str]],
 ) -> list[str]:
     """Write a model into a new folder, atomically; return the names of the files."""
+    if "onnx" in formats:
+        program_export.check_names(model)
     with _new_folder(output) as folder, transient_status() as report_progress:
         files = program_export.write_preprocessing(model, folder)
         if "tables" in formats:
