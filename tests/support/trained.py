@@ -85,11 +85,14 @@ def write_shop(path: Path, num_rows: int = 150, seed: int = 1) -> Path:
 
 
 def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
-    """Return the configuration of a run on :func:`write_shop`, with four tasks and columns of every kind."""
+    """Return the configuration of a run on :func:`write_shop`, with four tasks and columns of every kind.
+
+    Some columns have the names of values within programs and ONNX models.
+    """
     data: dict[str, object] = {
         "path": write_shop(folder / "shop.csv"),
         "dense": ["price", "days"],
-        "sparse": ["age", "age_half", "hour", "weekday", "user_item", "tags", "seen", "user"],
+        "sparse": ["age", "cat", "val_0", "sigmoid", "embedding", "tags", "seen", "user", "item"],
         "weight": "importance",
         "group": "user",
     }
@@ -102,12 +105,13 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "columns.price": {"numeric_scaling": "min_max"},
         "columns.days": {"source": ["age"], "numeric_scaling": "standardize(log = true)"},
         "columns.age": {"kind": "buckets(18, 65)"},
-        "columns.age_half": {"kind": "quantiles(2)", "source": ["age"]},
-        "columns.hour": {"kind": "hour", "source": ["time"]},
-        "columns.weekday": {"kind": "weekday", "source": ["time"]},
-        "columns.user_item": {"kind": "cross", "source": ["user", "item"], "vocabulary": "hash(50)"},
-        "columns.tags": {"kind": "weighted", "pooling": "mean"},
-        "columns.seen": {"max_ids": 2, "too_many_ids": "keep_last", "pooling": "max"},
+        "columns.cat": {"kind": "quantiles(2)", "source": ["age"]},
+        "columns.val_0": {"kind": "hour", "source": ["time"]},
+        "columns.sigmoid": {"kind": "weekday", "source": ["time"]},
+        "columns.embedding": {"kind": "cross", "source": ["user", "item"], "vocabulary": "hash(50)"},
+        "columns.tags": {"kind": "weighted", "max_ids": 3, "pooling": "mean"},
+        "columns.seen": {"max_ids": 2, "too_many_ids": "keep_last", "pooling": "none"},
+        "tables.item": {"features": ["item", "seen"]},
     }
     return clicks_config(folder, **_merged(defaults, sections))
 

@@ -175,11 +175,11 @@ def test_rows_of_hashes_and_buckets_keep_their_meaning(tmp_path: Path) -> None:
     write_shop(tmp_path / "now/shop.csv", seed=2)
     now = start(config)
     weights = {name: (before.tensors[name]["weight"], now.tensors[name]["weight"]) for name in now.tensors}
-    for name in ("hour", "user_item", "weekday"):
+    for name in ("val_0", "embedding", "sigmoid"):
         assert torch.equal(*weights[name])
     # Missing; below 20: as below 18; from 20 to 66: as 43, from 40 to 65; above 66: as above 65.
     assert torch.equal(weights["age"][0][[0, 1, 3, 4]], weights["age"][1])
-    assert torch.equal(*weights["age_half"])  # one quantile, with another bound
+    assert torch.equal(*weights["cat"])  # one quantile, with another bound
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with four tasks and columns of every kind; read-only."""
+    """A run with four tasks, columns of every kind, a history and a remote net; read-only."""
     folder = tmp_path_factory.mktemp("shop")
-    return write_trained(folder / "run", shop_config(folder))
-
-
-def _export(run: Path) -> Path:
-    export_run(run, served := run.with_name("served"), ["program", "onnx", "tables"], None)
-    return served
-
-
-@pytest.fixture(scope="session")
-def served(run: Path) -> Path:
-    """The run, exported in all formats; read-only."""
-    return _export(run)
+    net = "hstu(history = 'seen', candidate = 'item', blocks = 1)"
+    return write_trained(folder / "run", shop_config(folder, dense={"net": net, "remote_mlp": [8]}))
 
 
 @pytest.fixture(scope="session")
 def shop_served(shop_run: Path) -> Path:
     """The run with four tasks, exported in all formats; read-only."""
-    return _export(shop_run)
+    export_run(shop_run, served := shop_run.with_name("served"), ["program", "onnx", "tables"], None)
+    return served
