@@ -45,8 +45,8 @@ class Predictions(NamedTuple):
 
     outputs: Tensor  # ``outputs_NO`` of the dense net, (N,) for one output
     labels: Tensor  # ``labels_NT``, (N,) for one task
-    # ``rows_N``, hashes of the features of each sample (hybrid.batch.Batch.feature_hashes).
-    rows: Tensor
+    # int64, (N,): a hash of the features of each sample (hybrid.batch.Batch.feature_hashes).
+    feature_hashes: Tensor
     # The weight of each sample for each task, float32, in the shape of ``labels``; None for equal weights.
     # Metrics exclude samples of weight 0.
     weights: Tensor | None = None
@@ -68,7 +68,7 @@ class Predictions(NamedTuple):
         The last bits of an output depend on the position of the sample in its batch. If these bits broke
         ties, the AUC would depend on the batch size and the number of trainers.
         """
-        _, groups_N, sizes = self.rows.unique(return_inverse=True, return_counts=True)
+        _, groups_N, sizes = self.feature_hashes.unique(return_inverse=True, return_counts=True)
         shape = (len(sizes), *self.outputs.shape[1:])
         sums = torch.zeros(shape, dtype=torch.float64).index_add_(0, groups_N, self.outputs.double())
         means = sums / sizes.view(-1, *[1] * (self.outputs.dim() - 1))

@@ -128,7 +128,7 @@ class Key:
         ]
         return ", ".join([kind, *bounds])
 
-    def read(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
 
         If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. A text with a
@@ -140,13 +140,13 @@ class Key:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
                 return self.signatures.normalize(value)
         if self.is_list and isinstance(value, list):
-            return tuple(self._convert(element) for element in value)
-        value = self._convert(value)
+            return tuple(self._convert_element(element) for element in value)
+        value = self._convert_element(value)
         has_items = "," in str(value) and self.signatures is None  # arguments have commas, too
         is_single = self.is_list and type(value) is self.kind and not has_items
         return (value,) if is_single else value
 
-    def _convert(self, value: Any) -> Any:
+    def _convert_element(self, value: Any) -> Any:
         if self.takes_numbers and isinstance(value, bool | int | float):
             return str(value).lower()  # TOML's true is Python's True
         is_whole = self.kind is float and type(value) is int and abs(value) <= sys.float_info.max
@@ -162,11 +162,11 @@ class Key:
         is_toml = not document and (self.kind is not str or isinstance(value, str | list))
         return value if is_toml else text
 
-    def read_unnamed(self, text: str) -> Any:
+    def parse_unnamed(self, text: str) -> Any:
         """Return the value of an argument without a name. Brackets of a list, or quotes, may be missing."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
-        return self.read(value if isinstance(value, list) or not self.is_list else text)
+        return self.convert(value if isinstance(value, list) or not self.is_list else text)
 
     def check(self, dotted: str, value: Any) -> None:
         """Raise ConfigError, which names the key as ``dotted``, if ``value`` breaks the rule of this key."""
@@ -319,14 +319,14 @@ class CallSignatures:
             first = next(iter(keys.values()))
             value, *named = re.split(rf",(?=\s*(?:{'|'.join(keys)})\s*=)", inner, maxsplit=1)
             inner = "".join(named)
-            unnamed[first.name] = first.read_unnamed(value)
+            unnamed[first.name] = first.parse_unnamed(value)
         try:
             given = _parse_arguments(inner)
         except (ValueError, RecursionError) as error:
             raise ConfigError(dotted, f"must hold arguments as TOML: {self._form(name)}", text) from error
         if not given.keys() <= keys.keys() - unnamed.keys():
             raise ConfigError(dotted, f"takes the arguments {', '.join(keys)}", text)
-        return unnamed | {argument: keys[argument].read(value) for argument, value in given.items()}
+        return unnamed | {argument: keys[argument].convert(value) for argument, value in given.items()}
 
     def _one_of(self, names: Iterable[str]) -> str:
         one_of = "one of " if len(self._keys) > 1 else ""

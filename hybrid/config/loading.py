@@ -62,7 +62,7 @@ def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
         key = _find(section, name)
         if not key.is_by_host:
             raise ConfigError(f"{section}.{name}", "is decided by the master; set it there")
-        config = config.replace_value(section, name, key.read(key.parse(value)))
+        config = config.replace_value(section, name, key.convert(key.parse(value)))
     if settings:
         validate(config)
     return config
@@ -148,7 +148,7 @@ def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
-    return section_type(**{name: _find(section, name).read(value) for name, value in values.items()})
+    return section_type(**{name: _find(section, name).convert(value) for name, value in values.items()})
 
 
 def _find(section: str, name: str) -> Key:
@@ -212,7 +212,7 @@ def fixed_values(config: RunConfig) -> dict[str, Any]:
         if key.is_name_fixed:
             values[f"{section}.{name}"] = value.partition("(")[0]
         elif key.is_fixed:
-            read = key.read(value)
+            read = key.convert(value)
             values[f"{section}.{name}"] = list(read) if isinstance(read, tuple) else read
     return values
 

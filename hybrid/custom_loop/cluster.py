@@ -321,9 +321,9 @@ class Cluster:
             raise DataError("evaluate: the data have no batch")
         outputs, *rest = (self.gather(torch.cat(each)) for each in zip(*parts, strict=True))
         loop.pass_sizes = outer
-        rows = torch.arange(len(outputs))  # each sample gets a key of its own
+        hashes = torch.arange(len(outputs))  # distinct, so no samples count as equal
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
-        predictions = Predictions(outputs, rest[0], rows, *rest[1:])
+        predictions = Predictions(outputs, rest[0], hashes, *rest[1:])
         metrics = predictions.metrics(tasks, is_weighted=self._backend.config.data.weighted_metrics)
         if self._root is not None:  # a checkpoint of the best evaluation follows before the next step
             by = self._backend.config.best_by

@@ -109,10 +109,10 @@ def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
     is_shared = status.st_mode & (group | stat.S_IWOTH) and not status.st_mode & safe_mode
-    return bool(is_shared) or status.st_uid not in (0, os.geteuid(), _unmapped_uid())
+    return bool(is_shared) or status.st_uid not in (0, os.geteuid(), _root_uid())
 
 
-def _unmapped_uid() -> int:
+def _root_uid() -> int:
     """Return root's user id here: 0, or the overflow id in a user namespace that does not map root.
 
     There, files of all unmapped users have this id, so only the modes of files can protect them.

@@ -150,7 +150,7 @@ class StreamSession(DatasetSession):
     def _end_unit(self, unit: StreamUnit) -> None:
         check_unchanged(unit.files)
         self._cursor.end_unit(self._invalid_rows())
-        self.reports[TRAIN] = DatasetReport(0, (), self._cursor.bad_rows)
+        self.reports[TRAIN] = DatasetReport(0, (), self._cursor.invalid_rows)
         self.ended_unit, self._is_open = unit.name, False
 
     def _invalid_rows(self) -> list[InvalidRowReport]:
@@ -161,7 +161,7 @@ class StreamSession(DatasetSession):
         if unit is not None and self._is_open:
             if unit.offsets:  # a topic has no end at which invalid rows are reported
                 cursor.add_invalid_rows(self._invalid_rows())
-                self.reports[TRAIN] = DatasetReport(0, (), cursor.bad_rows)
+                self.reports[TRAIN] = DatasetReport(0, (), cursor.invalid_rows)
             found = self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.lane_positions, unit.step)
             cursor.set_lanes({lane: at for each in found for lane, at in each.items()})
         return cursor.pack()

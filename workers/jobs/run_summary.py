@@ -34,7 +34,7 @@ class Outcome:
     counts: RunCounts
 
     @property
-    def _limit(self) -> str:
+    def _limit_key(self) -> str:
         """The configuration key whose limit ended the run."""
         return self.session.limit if self.step == self.session.total_steps else PATIENCE
 
@@ -65,7 +65,8 @@ class Outcome:
             PATIENCE: train.patience + 1,
         }
         # A stream that has ended needs no higher limit: it continues with new units.
-        raised = f" --set {self._limit}={raised_limits[self._limit]}" if self._limit in raised_limits else ""
+        key = self._limit_key
+        raised = f" --set {key}={raised_limits[key]}" if key in raised_limits else ""
         quoted = shlex.quote(str(run))  # a URL may have characters that a shell interprets
         rows = " --input FILE" if self.tested is None else ""
         return {
@@ -87,7 +88,7 @@ class Outcome:
             step, metrics = self.tested
             best_auc = self.session.best_auc
             reachable = "" if best_auc is None else f" (best reachable {format_number(best_auc)})"
-            ended = shared if self._limit == PATIENCE else ""
+            ended = shared if self._limit_key == PATIENCE else ""
             value = f"{format_number(metrics[score])} at step {step:,}{reachable}{ended}"
             results[f"test {metric_title(score)}"] = value
             names = [name for name in shown_metrics(tasks) if name != score]

@@ -106,7 +106,7 @@ class Layout:
     def required(self) -> tuple[str, ...]:
         """The names of the columns to read from a file and its path, but not from side tables."""
         joined = self.joined
-        return tuple(dict.fromkeys(name for _, name in self.named if name not in joined))
+        return tuple(dict.fromkeys(name for _, name in self.keys_and_columns if name not in joined))
 
     @property
     def joined(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class Layout:
         have it. Raise DataError if the file has the column twice.
         """
         known, joined = [*names, *path_columns(path)], self.joined
-        for key, name in self.named:
+        for key, name in self.keys_and_columns:
             if name in joined:
                 if name in known:
                     rule = f"{path} and {joined[name]} both have this column; rename one of the two"
@@ -149,7 +149,7 @@ class Layout:
                 raise DataError(f"{path}: columns {positions} have the same name, {name!r}; {rule}")
 
     @property
-    def named(self) -> list[tuple[str, str]]:
+    def keys_and_columns(self) -> list[tuple[str, str]]:
         """Pairs of a configuration key and a column that the key names, for all columns to read."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]

@@ -138,7 +138,7 @@ def _parse_blocks(
     names, header_lines = read_header(path, head, layout)
     parser = _Parser(names, layout)
     line = 1
-    for block in parser.whole_records(blocks):
+    for block in parser.regroup(blocks):
         lines = _Lines(block, line, max(0, header_lines - line + 1) if is_start else 0)
         yield parser.parse(lines)
         line += lines.count
@@ -184,7 +184,7 @@ class _Parser:
             check_utf8=False,
         )
 
-    def whole_records(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    def regroup(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
         """Regroup ``blocks``, so that no block ends within a row."""
         rest = b""
         for block in blocks:

@@ -230,7 +230,7 @@ def parse(
     except MemoryError:
         raise
     except pa.ArrowException as error:
-        keys = " and ".join(key for key, name in layout.named if name == reader.last)
+        keys = " and ".join(key for key, name in layout.keys_and_columns if name == reader.last)
         found = f"column {reader.last} holds {columns[reader.last].type}"
         raise DataError(f"{path}: {found}: {error}; check {keys}") from error
     block = RawBlock(

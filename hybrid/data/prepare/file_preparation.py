@@ -248,7 +248,7 @@ class FilesPreparation:
         Return the statistics of each block; and for each split, the numbers of rows, and of values by column.
         """
         layout = self._layout
-        lengths = [len(values) for values in piece.values()]
+        lengths = [len(values) for values in piece.dictionaries()]
         sizes = dict.fromkeys(layout.data.splits, SplitPosition(0, np.zeros(len(lengths), np.int64)))
         counts: list[npt.NDArray[np.int64]] = [
             np.zeros(length * column.has_vocabulary, np.int64)
@@ -274,7 +274,7 @@ class FilesPreparation:
         waiting, size = list[ValueCounts](), 0
         for i, piece in enumerate(pieces, 1):
             self._advance(0)
-            values = piece.values()
+            values = piece.dictionaries()
             for k in group:
                 waiting.append(ValueCounts(values[k], np.fromfile(piece.counts_path(k), np.int64)))
                 size += len(values[k])
@@ -312,7 +312,7 @@ class FilesPreparation:
         """
         piece, positions = job
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
-        values = piece.values()
+        values = piece.dictionaries()
         # For each column, the table row of each distinct value.
         rows_of_values = [pa.array(each.rows(values[k])) for k, each in enumerate(encoder.sparse)]
         writers = {

@@ -30,7 +30,7 @@ _SPARSE, _HELD_OUT_BY = "sparse_", "held_out_by_"  # prefixes of columns of the 
 
 
 @dataclass(frozen=True)
-class Split:
+class HoldoutRule:
     """The rule that selects the rows of a held-out split (test or validation) from the training files."""
 
     held: Holdout  # the split, and its keys in the configuration
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     folder: Path
     first_row: int  # index of the first valid row over all files of the split (at first: of the segment)
     split: str
-    held_out: tuple[Split, ...] = ()  # the rules that select the rows of other splits
+    held_out: tuple[HoldoutRule, ...] = ()  # the rules that select the rows of other splits
 
     @classmethod
     def write(cls, folder: Path, blocks: Sequence[RawBlock], split: str) -> Piece:
@@ -109,7 +109,7 @@ class Piece(NamedTuple):
                 writer.write_batch(batch)
         return cls(folder, first_row, split)
 
-    def values(self) -> list[pa.Array]:
+    def dictionaries(self) -> list[pa.Array]:
         """Return the dictionary of each column of data.sparse; an empty array for a column of numbers."""
         first = next(self._batches())
         columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
@@ -121,18 +121,18 @@ class Piece(NamedTuple):
         """Return the file with int64 counts of column ``k``'s training values; empty without a vocabulary."""
         return self.folder / f"counts_{k}"
 
-    def blocks(self, values: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
+    def blocks(self, dictionaries: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
         """Divide each block by split, and yield pairs of a split's name and its rows in the block.
 
-        ``values`` are dictionaries for the columns of data.sparse, in place of the stored ones. With [],
-        blocks have no sparse columns.
+        ``dictionaries`` replace the stored dictionaries of the columns of data.sparse. With [], blocks have
+        no sparse columns.
         """
         for batch in self._batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
             sparse = [column for name, column in columns.items() if name.startswith(_SPARSE)]
-            if values is not None:
-                sparse = [_replace_values(*pair) for pair in zip(sparse, values, strict=False)]
+            if dictionaries is not None:
+                sparse = [_replace_values(*pair) for pair in zip(sparse, dictionaries, strict=False)]
             block = RawBlock(
                 arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
                 tuple(sparse),
@@ -145,10 +145,10 @@ class Piece(NamedTuple):
                     if name.startswith(_HELD_OUT_BY)
                 },
             )
-            for split in self.held_out:
-                is_held_B = split.selects(block)
+            for rule in self.held_out:
+                is_held_B = rule.selects(block)
                 if is_held_B.any():
-                    yield split.held.split, block.select(is_held_B)
+                    yield rule.held.split, block.select(is_held_B)
                     block = block.select(~is_held_B)
             yield self.split, block
 
@@ -162,12 +162,12 @@ def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
     """Return the training pieces, each with the rules that select its rows for test and validation."""
     divided = [*pieces]
     for held in config.data.holdouts:
-        split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
+        rule = HoldoutRule(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
         if held.by == "time":
             blocks = chain.from_iterable(piece.blocks(()) for piece in divided)
-            latest = split.find_latest(rows for name, rows in blocks if name == TRAIN)
-            split = replace(split, latest=latest)
-        divided = [piece._replace(held_out=(*piece.held_out, split)) for piece in divided]
+            latest = rule.find_latest(rows for name, rows in blocks if name == TRAIN)
+            rule = replace(rule, latest=latest)
+        divided = [piece._replace(held_out=(*piece.held_out, rule)) for piece in divided]
     return divided
 
 

@@ -105,7 +105,7 @@ def _read_properties(path: str) -> dict[str, str]:
 
 
 class Topic:
-    """A topic as the source of a stream, with the methods of :class:`hybrid.data.stream.units.Files`.
+    """A topic as the source of a stream, with the methods of :class:`hybrid.data.stream.units.FileSource`.
 
     Raises:
         ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, or there are fewer

@@ -20,7 +20,7 @@ from hybrid.data.encode.fitting import FittedStatistics
 from hybrid.data.parse.input_files import find_side_files
 from hybrid.data.stream.kafka_partitions import PartitionReader, Topic, advance_unit
 from hybrid.data.stream.lanes import LaneReader
-from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks, stream_layout
+from hybrid.data.stream.units import FileSource, LanePosition, StreamUnit, fit_on_blocks, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import CheckpointError
 from hybrid.storage.file_formats import parse_fields
@@ -30,13 +30,13 @@ _UNREPORTED_SECONDS = 2.0  # of a wait
 _SLEEP_SECONDS = 0.1
 _NO_TIME = -sys.float_info.max  # lower than any event time, but finite, as JSON requires
 
-Source: TypeAlias = Files | Topic
+Source: TypeAlias = FileSource | Topic
 Reader: TypeAlias = LaneReader | PartitionReader
 
 
 def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
     """Return the source in which units are found; for the errors of a topic, see :class:`Topic`."""
-    return Topic(config) if config.data.is_topic else Files(config, warn)
+    return Topic(config) if config.data.is_topic else FileSource(config, warn)
 
 
 def open_reader(
@@ -64,7 +64,7 @@ class StreamCursor:
         num_ready: the number of further steps of ``unit`` whose rows exist; for files, a huge number.
         is_waiting: whether the run has waited so long for rows that the wait was reported.
         is_over: whether the wait for further rows has ended without rows.
-        bad_rows: the invalid rows since this object was created.
+        invalid_rows: the invalid rows since this object was created.
         delta_time: event time from which the next delta is due; infinite without ``event_seconds``.
     """
 
@@ -76,7 +76,7 @@ class StreamCursor:
         self.last: StreamUnit | None = None
         self.num_ready = 0
         self.is_waiting = self.is_over = False
-        self.bad_rows = self._bad_rows_before = NO_INVALID_ROWS  # before: of earlier units
+        self.invalid_rows = self._invalid_rows_before = NO_INVALID_ROWS  # before: of earlier units
         self._event_seconds: float = config.checkpoint.delta_call.arguments.get("event_seconds", 0.0)
         self.delta_time = _NO_TIME if self._event_seconds else math.inf
         self.source = open_source(config, warn)
@@ -157,19 +157,19 @@ class StreamCursor:
             self.unit = replace(self.unit, lanes=tuple(positions[lane] for lane in sorted(positions)))
 
     def add_invalid_rows(self, reports: Sequence[InvalidRowReport]) -> None:
-        """Update ``bad_rows`` from each trainer's report of the unit; warn if there are more than before."""
+        """Count the invalid rows that trainers report of the unit; warn if there are more than before."""
         assert self.unit is not None
         of_unit = InvalidRowReport.merge(reports)
-        bad_rows = InvalidRowReport.merge([self._bad_rows_before, of_unit])
-        if bad_rows.total > self.bad_rows.total:
+        invalid_rows = InvalidRowReport.merge([self._invalid_rows_before, of_unit])
+        if invalid_rows.total > self.invalid_rows.total:
             skipped = f"skipped {of_unit.total:,} invalid row(s), such as {of_unit.examples[0]}"
             self._warn(f"{self.unit.name}: {skipped}")
-        self.bad_rows = bad_rows
+        self.invalid_rows = invalid_rows
 
     def end_unit(self, reports: Sequence[InvalidRowReport]) -> None:
         """End the unit; ``reports`` are the trainers' reports of its invalid rows."""
         self.add_invalid_rows(reports)
-        self._bad_rows_before = self.bad_rows
+        self._invalid_rows_before = self.invalid_rows
         self.last, self.unit, self.num_ready = self.unit, None, 0
 
     def pack(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def stream_layout(config: RunConfig) -> Layout:
     return replace(Layout.of(config.data, config.columns, config.tasks), reads_keys=True)
 
 
-class Files:
+class FileSource:
     """Files and folders as the source of a stream.
 
     In its methods, ``last`` is the last unit that has ended, or None.

@@ -22,7 +22,7 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split, prepare
 from hybrid.data.stream.lanes import LaneReader
 from hybrid.data.stream.stream_cursor import StreamCursor
-from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks, with_scaling_of
+from hybrid.data.stream.units import FileSource, LanePosition, StreamUnit, fit_on_blocks, with_scaling_of
 from hybrid.errors import ConfigError, DataError
 from hybrid.storage.remote_path import RemotePath
 
@@ -73,7 +73,7 @@ def configure(path: str | Sequence[str], kind: str = "parquet", *more: str) -> R
 
 
 def first_unit(config: RunConfig) -> tuple[StreamUnit, FeatureEncoder]:
-    files = Files(config, pytest.fail)
+    files = FileSource(config, pytest.fail)
     unit = files.find(None)
     assert unit is not None
     return unit, fit_on_blocks(config, files.sample(unit))
@@ -160,7 +160,7 @@ def test_lanes_and_units_of_equal_size_are_shuffled_differently(tmp_path: Path) 
             write(tmp_path / f"day={day}/{part}.parquet", table(day, 4000))
     config, unit, orders = configure(str(tmp_path / "day=*")), None, []
     _, encoder = first_unit(config)
-    while (unit := Files(config, pytest.fail).find(unit)) is not None:
+    while (unit := FileSource(config, pytest.fail).find(unit)) is not None:
         for batches in read(config, unit, encoder, 5):
             numbers = torch.cat([batch.dense_features[:, 0] for batch in batches])
             orders.append(tuple((numbers - numbers.min()).tolist()))
@@ -185,7 +185,7 @@ def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
 def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
     stream = f"data.stream = \"files(marker = '_SUCCESS', until = '{tmp_path}/log/day=10')\""
     config, warnings = configure(str(tmp_path / "log/day=*"), "parquet", stream), list[str]()
-    files = Files(config, warnings.append)
+    files = FileSource(config, warnings.append)
     assert files.find(None) is None
     for day in (2, 1, 10, 11):
         write(tmp_path / f"log/day={day:02}/a.parquet", table(day, 50))
@@ -198,7 +198,7 @@ def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
     (tmp_path / "log/day=02/_SUCCESS").touch()
     second = files.find(first)
     write(tmp_path / "log/day=00/a.parquet", table(0, 50))
-    found = [first, second, *(each.find(second) for each in (files, files, Files(config, pytest.fail)))]
+    found = [first, second, *(each.find(second) for each in (files, files, FileSource(config, pytest.fail)))]
     names = [str(tmp_path / f"log/day={day:02}") for day in (1, 2, 10, 10, 10)]
     assert [unit and unit.name for unit in found] == names
     assert [warning.partition(":")[0] for warning in warnings] == [str(tmp_path / "log/day=00")]
@@ -209,7 +209,7 @@ def test_paths_are_units_in_the_order_of_the_list(tmp_path: Path) -> None:
     names = [str(tmp_path / f"{name}.parquet") for name in "bac"]
     for number, name in enumerate(names):
         write(Path(name), table(number, 20))
-    files, unit, found = Files(configure(names), pytest.fail), None, []
+    files, unit, found = FileSource(configure(names), pytest.fail), None, []
     while (unit := files.find(unit)) is not None:
         found.append(unit.name)
     assert found == names

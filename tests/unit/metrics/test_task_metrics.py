@@ -167,14 +167,14 @@ class TestPredictions:
     def test_equal_samples_are_tied(self, noisy: Predictions) -> None:
         from sklearn.metrics import roc_auc_score  # slow to import
 
-        clean_N = noisy.rows.double() / 10
+        clean_N = noisy.feature_hashes.double() / 10
         expected = roc_auc_score(noisy.labels, clean_N)
         assert noisy.metrics(CLICK_TASKS)["auc"] == pytest.approx(expected, abs=1e-15)
         assert abs(binary_metrics(noisy.outputs, noisy.labels).auc - expected) > 1e-4
         tied = noisy.tie_equal_samples()
         assert torch.allclose(tied.outputs.double(), clean_N, rtol=0, atol=5e-6)
         assert torch.equal(tied.tie_equal_samples().outputs, tied.outputs)
-        alone = noisy._replace(rows=torch.arange(400))
+        alone = noisy._replace(feature_hashes=torch.arange(400))
         assert torch.equal(alone.tie_equal_samples().outputs, alone.outputs)
 
     def test_metrics_are_independent_of_order_and_batches(self, noisy: Predictions) -> None:
@@ -187,7 +187,8 @@ class TestPredictions:
 
     def test_nan_output_affects_only_equal_samples(self, noisy: Predictions) -> None:
         noisy.outputs[0] = math.nan
-        assert torch.equal(noisy.tie_equal_samples().outputs.isnan(), noisy.rows == noisy.rows[0])
+        is_equal = noisy.feature_hashes == noisy.feature_hashes[0]
+        assert torch.equal(noisy.tie_equal_samples().outputs.isnan(), is_equal)
 
 
 TASKS = {

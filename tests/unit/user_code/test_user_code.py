@@ -131,7 +131,7 @@ def another_value(key: Key) -> str:
     if key.name == "joins":
         return "table(/etc/passwd, key = 'user')"
     names = key.choices if key.signatures is None else key.signatures.names
-    return next(x for x in (*names, "cpu") if key.read(x) != key.default)  # also a path, and a host
+    return next(x for x in (*names, "cpu") if key.convert(x) != key.default)  # also a path, and a host
 
 
 @pytest.mark.parametrize("dotted", NEED_SIGNATURE)
