@@ -18,7 +18,7 @@ import itertools
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Generic
 
@@ -142,11 +142,11 @@ class StepEngine(Generic[AnySamples]):
         In sync mode, this sends the lookup; else, it was sent earlier. If the graph spans processes,
         a distributed autograd context is open until :meth:`backward` or the end of the block.
         """
+        self._recording.close()  # of a pass that the script has left, but not closed
         with ExitStack() as self._recording:
             self.model.begin(micro.is_last)
-            self._context_id = None
-            if self._spans_processes:
-                self._context_id = self._recording.enter_context(dist_autograd.context())
+            context = dist_autograd.context() if self._spans_processes else nullcontext()
+            self._context_id = self._recording.enter_context(context)
             with self._clock.phase("lookup"):
                 self._micro = self.feed.with_lookup(micro)
             yield self._micro

@@ -100,10 +100,10 @@ import sys, torch, hybrid
 memory = type("Memory", (), {"state_dict": lambda _: {"best": float("nan")}})()
 clusters = [hybrid.connect() for _ in range(2)]
 sizes = [9, 5]
-nets = [torch.nn.Sequential(hybrid.Embedding(size, 2, ids="")) for size in sizes]
-models = [cluster.distribute(net) for cluster, net in zip(clusters, nets)]
+models = [c.distribute(torch.nn.Sequential(hybrid.Embedding(s, 2, ids=""))) for c, s in zip(clusters, sizes)]
 for cluster, model, size in zip(clusters, models, sizes):
     cluster.save(f"{sys.argv[1]}/new-{size}")
+    next(left := cluster.batches(torch.arange(size)))
     for ids in cluster.batches(torch.arange(size)):
         cluster.backward(model(ids).sum(1))
     cluster.save(f"{sys.argv[1]}/{size}", memory)
