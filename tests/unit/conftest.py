@@ -5,9 +5,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from support.stores import BUCKET, Store
 
 from hybrid.storage.remote_path import RemotePath, StoragePath
+
+settings.register_profile("few", max_examples=40)
+settings.load_profile("few")
 
 
 @pytest.fixture

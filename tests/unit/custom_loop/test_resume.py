@@ -124,7 +124,8 @@ def logged(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "every", "update"),
     [
-        *itertools.product(["epochs"], [1, 3, STEPS], ["lookahead"]),
+        *(pytest.param("epochs", every, "lookahead", marks=pytest.mark.long) for every in (1, 3)),
+        ("epochs", STEPS, "lookahead"),
         ("left", 3, "lookahead"),
         ("two passes", STEPS, "sync"),
         ("range", 3, "lookahead"),

@@ -143,7 +143,7 @@ def steps_of(order: ShuffledOrder, num_rows: int, batch_size: int) -> list[list[
     return [order.indices(start, stop).tolist() for start, stop in bounds]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     num_rows=st.integers(1, 400),
     num_lanes=st.integers(0, 20),

@@ -204,7 +204,7 @@ def test_read_vocabularies_equal_written_ones(tmp_path: Path) -> None:
 def test_small_file_that_claims_a_large_vocabulary_is_refused(tmp_path: Path, encoding: str) -> None:
     path, size = tmp_path / VOCABULARIES_FILE, 2 << 20
     schema = pa.schema([pa.field("value", pa.large_string(), False)], {b"sizes": str([size]).encode()})
-    text = "" if encoding == "DELTA_LENGTH_BYTE_ARRAY" else 300 * "x"
+    text = 300 * "x" if encoding == "DELTA_BYTE_ARRAY" else ""
     values = pa.array([text], pa.large_string()).take(pa.array(np.zeros(size, np.int8)))
     is_dictionary = encoding == "RLE_DICTIONARY"
     with pq.ParquetWriter(

@@ -104,7 +104,7 @@ def test_segments_give_the_bytes_of_whole_files(
 ) -> None:
     ends = "\r\n" if kind == "column" else "\n"
     monkeypatch.setattr("hybrid.data.values.invalid_rows.MAX_EXAMPLES", 10_000)  # the lines of all
-    paths = tuple(write(tmp_path / f"{i}.csv", text(1500, i, ends)) for i in range(2))
+    paths = tuple(write(tmp_path / f"{i}.csv", text(800, i, ends)) for i in range(2))
     config = config_of(paths[0], kind, numeric_scaling="min_max")
     whole = outcome(config, tmp_path / "whole", paths, 16 << 20)
     if kind == "bags":  # in threads, and the values of many pieces are added up in several steps

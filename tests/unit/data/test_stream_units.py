@@ -33,14 +33,16 @@ Scaling = tuple[float, float, float]
 def table(seed: int, num_rows: int = ROWS) -> pa.Table:
     """Return rows with a number that is unique, by which tests know a row."""
     rng = np.random.default_rng(seed)
-    tags = [[f"t{t}" for t in rng.integers(5, size=n)] for n in rng.integers(4, size=num_rows)]
+    ends = np.cumsum(rng.integers(4, size=num_rows), dtype=np.int32)
+    codes = pa.array(rng.integers(5, size=ends[-1]))
+    tags = pa.DictionaryArray.from_arrays(codes, [f"t{t}" for t in range(5)]).dictionary_decode()
     return pa.table(
         {
             "label": rng.integers(2, size=num_rows),
             "number": seed * num_rows + np.arange(num_rows),
             "user": rng.integers(-5, 300, size=num_rows),
             "item": [f"i{i}" for i in rng.integers(99, size=num_rows)],
-            "tags": tags,
+            "tags": pa.ListArray.from_arrays(np.append(np.int32(0), ends), tags),
         }
     )
 

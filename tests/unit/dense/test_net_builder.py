@@ -301,6 +301,7 @@ def test_built_in_nets_take_sequences_as_columns(net_name: str) -> None:
 
 
 HISTORY = "history = 'seen', candidate = 'item'"
+DIN = f"din({HISTORY}, attention_mlp = [5])"
 ATTENTIONS: dict[str, type[SelfAttention | HSTU]] = {
     f"self_attention({HISTORY}, blocks = 1, heads = 2)": SelfAttention,
     f"hstu({HISTORY}, blocks = 1)": HSTU,
@@ -312,7 +313,7 @@ def make_net(call: str) -> DenseNet:
     return build_dense_net(config(call), SPEC, WIDTHS).double()
 
 
-@pytest.mark.parametrize("call", [f"din({HISTORY}, attention_mlp = [5])", *ATTENTIONS])
+@pytest.mark.parametrize("call", [DIN, *ATTENTIONS])
 def test_net_of_a_history_has_a_vector_of_the_user(call: str) -> None:
     user_BD, seen_BND, item_BD = samples()
     pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
@@ -337,11 +338,15 @@ def test_net_of_a_history_has_a_vector_of_the_user(call: str) -> None:
             hidden = torch.cat([dense_BF[b : b + 1], vector, user_BD[b : b + 1], item_BD[b : b + 1]], dim=1)
             score = net(dense_BF[b : b + 1], pooled_BE[b : b + 1])
             torch.testing.assert_close(score, net.head(hidden))
-    whole = net(dense_BF, pooled_BE)
-    inputs = (dense_BF, pooled_BE)
-    stage = compiled(net.interaction, "aot_eager", inputs)
-    assert torch.equal(net.head(stage(*inputs)), whole)
     assert net(dense_BF[:0], pooled_BE[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("call", [DIN, *(pytest.param(call, marks=pytest.mark.long) for call in ATTENTIONS)])
+def test_net_of_a_history_compiles(call: str) -> None:
+    net, dense_BF = make_net(call), random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
+    inputs = (dense_BF, side_by_side(*samples()))
+    stage = compiled(net.interaction, "aot_eager", inputs)
+    assert torch.equal(net.head(stage(*inputs)), net(*inputs))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn) -> tuple[list[TableSpec], int]:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=150, database=None)
+@settings(deadline=None, max_examples=60, database=None)
 def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec], int]) -> None:
     tables, num_workers = case
     placement = place(tables, num_workers)
@@ -83,7 +83,7 @@ def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec],
 
 
 @given(plans())
-@settings(deadline=None, max_examples=150, database=None)
+@settings(deadline=None, max_examples=60, database=None)
 def test_groups_lay_out_all_shards_of_a_worker_without_gap_or_overlap(
     case: tuple[list[TableSpec], int],
 ) -> None:

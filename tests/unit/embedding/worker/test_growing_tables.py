@@ -131,7 +131,7 @@ def test_table_equals_a_dictionary(kind: str, tmp_path: Path) -> None:
         with closing(Workers(table, num_workers, num_trainers=3)) as actual:
             if phase:
                 actual.load(tmp_path / str(phase - 1), step)
-            for _ in range(22):
+            for _ in range(15):
                 messages = []
                 for _ in range(3):
                     keys = draw(random, step)
@@ -189,7 +189,7 @@ def test_lookups_during_updates_read_the_right_rows() -> None:
     growth = Growth(max_rows=16 * 1024, half_life=2)
     table = dataclasses.replace(spec(growth, "sgd"), optimizer=OptimizerSpec("sgd", 0.0))
     expected, random = Dictionary(table), np.random.default_rng(3)
-    keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, (200, 1000)))
+    keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, (80, 1000)))
     rows = expected.initial([key % 2**64 for key in keys.view(-1).tolist()])
     with closing(Workers(table, 1)) as actual, ThreadPoolExecutor(1) as thread:
 
