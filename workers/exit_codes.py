@@ -107,8 +107,8 @@ def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
 def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
     """Return FAILED if a restart of a failed run would fail in the same way, else AGAIN.
 
-    Errors that the user must correct occur again. So do an exception and a lack of memory before the first
-    step; ``has_stepped`` is whether the run took a step since its start.
+    An error that the user must correct would occur again. So would an exception or a lack of memory before
+    the first step; ``has_stepped`` is whether the run took a step since its start.
     """
     is_final = cause is Cause.REFUSED or (cause in (Cause.EXCEPTION, Cause.STARVED) and not has_stepped)
     return ExitCode.FAILED if is_final else ExitCode.AGAIN
@@ -156,7 +156,7 @@ class StopRequest:
     """A request to stop a run, made by a signal during :meth:`handling_signals`.
 
     Args:
-        seconds: time from the request until an Interrupt, unless :meth:`handling_signals` has ended.
+        seconds: time that the block of :meth:`handling_signals` has to end; then it raises an Interrupt.
         forward: called when the stop is requested.
     """
 

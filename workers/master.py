@@ -33,9 +33,9 @@ _HEARTBEAT_SECONDS = 1.0
 def report_cause(
     cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """Stop every role with the cause of a failure (:func:`diagnose`) as the reason; return the cause.
+    """Find the cause of a failure, send it to every role in a stop message, and return it.
 
-    If the heartbeats report a lost role meanwhile, that loss is the cause. ``code_of`` maps the cause to the
+    If the heartbeats report a lost role meanwhile, its loss is the cause. ``code_of`` maps the cause to the
     exit code of the roles.
     """
     try:

@@ -77,10 +77,10 @@ class Best(NamedTuple):
 
 
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
-    """Return a new Best if ``metrics``, of ``step``, are better than ``best``, else return ``best``.
+    """Return the better of ``best`` and the checkpoint after ``step``, whose model has ``metrics``.
 
-    The value of ``metric`` is compared; if ``metrics`` lacks it, return ``best``. Any value is better if
-    ``best`` is None, has another metric, or has the value NaN.
+    ``metric`` is the name of the metric to compare. If ``metrics`` lacks it, return ``best``. If ``best`` is
+    None, has another metric, or has the value NaN, return the checkpoint after ``step``.
     """
     if (value := metrics.get(metric)) is None:  # "none" is no metric
         return best
@@ -168,7 +168,7 @@ class Manifest:
 
         Raises:
             CheckpointError: a file is missing or altered.
-            StorageError: the store, or the system, refuses a request.
+            StorageError: a store is down or refuses a request, or a file is a symbolic link.
         """
 
         def check(name: str) -> None:
@@ -264,7 +264,7 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def to_checkpoint_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """Return the error for a failed write. If the disk is full, it says how many bytes were not written."""
+    """Return the error for a failed write. If the disk is full, its message has ``missing_bytes``."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
@@ -306,16 +306,16 @@ def parse_step(folder: StoragePath) -> int:
 
 
 def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of a run's vocabulary ``name``, given the files folder of one of its checkpoints."""
+    """Return the path of the vocabulary file ``name`` in the run folder that contains ``files_folder``."""
     folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy the vocabulary ``source`` for a checkpoint, whose files are in ``folder``.
+    """Copy the vocabulary file ``source`` for the checkpoint that is written into ``folder``.
 
-    All checkpoints of a run share one copy, ``name``, in the run folder; then return {}. Outside a run, copy
-    into ``folder``, and return the entry for the manifest. CheckpointError if the copy cannot be written.
+    The checkpoints of a run share one copy, ``name``, in the run folder, so return {}. Otherwise, copy into
+    ``folder``, and return the entry for the manifest. CheckpointError if the copy cannot be written.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -398,7 +398,7 @@ def remove(folder: StoragePath) -> None:
 def remove_after(run: StoragePath, step: int) -> None:
     """Remove unfinished checkpoints, checkpoints after ``step``, and all deltas.
 
-    Raise CheckpointError or StorageError if this fails, unless only unfinished checkpoints remain.
+    Raise CheckpointError or StorageError if a complete checkpoint or the deltas cannot be removed.
     """
     if isinstance(run, Path):
         refuse_link(run / DELTAS_FOLDER)
@@ -424,7 +424,7 @@ def remove_after(run: StoragePath, step: int) -> None:
 
 
 def prune(run: StoragePath, keep_last: int, best_step: int | None) -> None:
-    """Remove all but the ``keep_last`` newest checkpoints and the best; errors as in :func:`remove_after`."""
+    """Remove checkpoints, except the best and the ``keep_last`` newest; errors as in :func:`remove_after`."""
     folders = list_checkpoints(run)
     best = None if best_step is None else step_folder(run, best_step)
     for folder in folders[keep_last:]:

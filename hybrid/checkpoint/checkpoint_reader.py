@@ -44,7 +44,7 @@ class MappedRows:
     has_ranges: bool  # whether shards are ranges of rows; otherwise row r is in shard r mod n
 
     def rows_of_shard(self, index: int) -> slice:
-        """Return the numbers of the rows in shard ``index``, as a slice of all rows."""
+        """Return the slice of the table's rows that shard ``index`` has."""
         count = len(self.shards)
         if not self.has_ranges:
             return slice(index, self.num_rows, count)
@@ -52,7 +52,7 @@ class MappedRows:
         return slice(rows.start, rows.stop)
 
     def read(self, rows_N: npt.NDArray[np.int64], with_state: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """Return rows ``rows_N`` as "weight", and, if ``with_state``, their state; bfloat16 as float32."""
+        """Copy rows ("weight") and, if ``with_state``, their optimizer state; bfloat16 becomes float32."""
         count = len(self.shards)
         if self.has_ranges:
             shard_N = rows_N * count // self.num_rows
@@ -78,7 +78,7 @@ class MappedRows:
 class Checkpoint:
     """A checkpoint, an export or a delta, whose files are read on demand.
 
-    Its methods raise StorageError if a store is down or refuses a request, or the system refuses a path.
+    Methods raise StorageError if a store fails, or a path is a symbolic link or cannot be accessed.
     """
 
     folder: StoragePath
@@ -91,7 +91,7 @@ class Checkpoint:
         """Open the checkpoint in ``folder``; compare the sizes of its files, but not their checksums.
 
         Raises:
-            CheckpointError: there is none, its manifest is invalid, or a file is missing or of another size.
+            CheckpointError: there is no checkpoint or no valid manifest, or a file is missing or incomplete.
         """
         if not storage.exists(folder / MANIFEST_FILE):
             raise CheckpointError(f"{folder}: there is no checkpoint here")
@@ -108,7 +108,7 @@ class Checkpoint:
 
     @property
     def is_exported(self) -> bool:
-        """Whether ``hybrid export`` wrote it: without optimizer state, in shards that are ranges of rows."""
+        """Whether ``hybrid export`` wrote it: it has no optimizer state, and a shard is a range of rows."""
         return EXPORTED in self.manifest.progress
 
     @classmethod
@@ -202,7 +202,7 @@ class Checkpoint:
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Copy every ``count``-th row from row ``index`` on, with optimizer state, into a worker's shard.
 
-        The number of stored shards may differ from ``count``. Not for exports: their shards are row ranges.
+        The checkpoint may have another number of shards than ``count``, but it must not be an export.
 
         Args:
             into: "weight" and optimizer state of the shard.

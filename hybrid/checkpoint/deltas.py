@@ -69,7 +69,10 @@ class DeltaChain:
 
     @classmethod
     def read(cls, run: StoragePath) -> DeltaChain | None:
-        """Return the chain of a run, or None; CheckpointError if invalid, StorageError if not readable."""
+        """Return the list of a run's deltas, or None if the run has none yet.
+
+        CheckpointError if the list is invalid, StorageError if it cannot be read.
+        """
         path = run / DELTAS_FOLDER / CURRENT_FILE
         if isinstance(path, Path):
             refuse_link(path.parent)

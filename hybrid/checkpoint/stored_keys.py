@@ -5,7 +5,8 @@ of these steps (``key_maps.py``). A file has the keys of some buckets, ascending
 
 - keys with rows: ``keys``, ``weight``, optimizer state, and the records, ``counts`` and ``last_steps``;
 - pending keys: ``pending_keys``, ``pending_counts`` and ``pending_last_steps``;
-- ``steps_before``: the number of steps of earlier runs, which ``last_steps`` include.
+- ``steps_before``: number of steps of the earlier runs that trained this table (see ``train.initial``). The
+  steps in ``last_steps`` are numbered from the start of the first of these runs.
 
 An export has only ``keys`` and ``weight``.
 """
@@ -52,7 +53,7 @@ def pack_keys(
     steps_before: int,
     tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors for the file of a shard, sorted by key. Keys are compared as unsigned numbers.
+    """Return the tensors for the file of a shard, sorted by key (as an unsigned number).
 
     Args:
         records_R2: a key and its record for each row; the record of an unused row is negative.
@@ -72,11 +73,11 @@ def map_keys(
 ) -> Iterator[Arrays]:
     """Map files with keys in ``buckets`` into memory, by ascending keys; yield the arrays of each file.
 
-    A file may also have other keys, and optimizer state that is not in ``widths``. An export lacks records;
-    they are set as if each key had been read once, at the only step of an earlier run.
+    A file may also have keys of other buckets, and optimizer state that is not in ``widths``. An export lacks
+    records, so its keys get records as if an earlier run with one step had read all of them.
 
     Raises:
-        CheckpointError: the table is missing, or a file is invalid or lacks arrays of these widths.
+        CheckpointError: the table is missing, or a file is invalid or does not fit ``widths``.
     """
     count = checkpoint.num_shards(table)
     for index in range(count):

@@ -106,7 +106,7 @@ def map_arrays(
 
     Raises:
         CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
-        StorageError: a path is a symbolic link, or the store, or the system, refuses a request.
+        StorageError: the store is down or refuses a request, or a path is a symbolic link.
     """
     with _opened(path, sha256, root) as local:
         text = read_header(local)
@@ -134,7 +134,7 @@ def release_pages(array: npt.NDArray[Any]) -> None:
 
 
 def expect_random_reads(array: npt.NDArray[Any]) -> None:
-    """Let the system read only the pages of a mapped array that are used, without reading ahead."""
+    """Advise the system not to read ahead in the file of a mapped array, since only some rows are used."""
     _advise(array, mmap.MADV_RANDOM)
 
 
@@ -149,7 +149,7 @@ def _advise(array: npt.NDArray[Any], advice: int) -> None:
 def read_tensors(
     path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
 ) -> dict[str, Tensor]:
-    """Return the named tensors of a file as :func:`map_arrays`, but accept types that tables do not have."""
+    """Read the tensors of a file by name; like :func:`map_arrays`, but tensors may have any type."""
     with _opened(path, sha256, root) as local:
         read_header(local)  # checks its length
         return load_file(local)

@@ -38,7 +38,7 @@ from hybrid.updates.update_rules import Schedule, UpdateRules
 
 
 class WorkerTables(TableSource, GuardedModule, Protocol):
-    """The tables of one worker: lookups of rows, and decisions about updates."""
+    """The tables of one worker: they look up rows, and scale or drop updates as the trainers decide."""
 
 
 @dataclass(frozen=True)

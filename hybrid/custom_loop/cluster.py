@@ -440,7 +440,7 @@ class Cluster:
         self._write_if_due(is_last=True)
 
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
-        """Write a checkpoint between two steps if one is due (see :meth:`resume`); remove old checkpoints.
+        """Write a checkpoint between two steps if :meth:`resume` promises one; remove old checkpoints.
 
         A failed write causes a warning, or a CheckpointError if ``is_last``.
         """
@@ -488,7 +488,6 @@ class Cluster:
         self._save(parse_path(folder), objects)
 
     def _save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
-        """Write a checkpoint, as :meth:`save`; its manifest records ``best``, the best evaluation so far."""
         loop, manifest_path = self._require_loop(), folder / MANIFEST_FILE
         loop.flush()
         is_resumed = loop.history.before != LoopProgress()

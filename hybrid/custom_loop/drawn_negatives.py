@@ -16,7 +16,7 @@ class Negatives:
     ids, and looks up all of their rows.
 
     Args:
-        number: number of draws per step, at most the number of items: more costs more than a full softmax.
+        number: number of draws per step, at most the number of items.
         log_q: logarithm of the probability of each item, (items,), up to a constant: zeros for uniform draws,
             ``hybrid.models.two_towers.log_popularity(...)`` for draws by frequency, -inf for no draws.
 

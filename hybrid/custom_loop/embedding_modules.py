@@ -138,8 +138,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: identifies the table and the tensors. While this call exists, a later call has an equal key only
-            if it has the same tensors, and none has been changed in place.
+        key: equal for two calls of a table with the same, unchanged tensors, which thus get the same vectors.
+            Other tensors cannot have this key while the call exists.
     """
 
     module: TableModule
@@ -295,11 +295,7 @@ class TableModule(nn.Module):
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
-        """Set the table's name, and the training loop that looks up its vectors.
-
-        Raises:
-            RuntimeError: the table is already bound to a loop.
-        """
+        """Set the name, and the loop that looks up vectors; RuntimeError if the table already has a loop."""
         if self._loop is not None:
             raise RuntimeError(f"table {self.name} is already distributed: build the module again")
         self.name, self._loop = name, loop
@@ -312,7 +308,7 @@ class TableModule(nn.Module):
         return self.__dict__
 
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
-        """Return one call for each column in ``ids``, with the column at its index in ``weights``, if any.
+        """Return a call for each column named in ``self.ids``, with its column of weights if there is one.
 
         In training, missing columns are a DataError; in evaluation, their calls are left out.
         """
@@ -328,7 +324,7 @@ class TableModule(nn.Module):
         return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
-        """Return the lookup of a call, without padding: the table's name, and row numbers or keys in bags."""
+        """Return the lookup of a call: the table's name, and row numbers or keys without padding."""
         # Bags that the module pools itself have flat ids without offsets.
         if self.pooling is None or (call.offsets is None and call.ids.dim() == 1):
             is_padding = self._is_padding(call.ids)
@@ -347,13 +343,12 @@ class TableModule(nn.Module):
         return self._loop.vectors(call)
 
     def _rows(self, ids_L: Tensor) -> Tensor:
-        """Return the row number of each id, the id itself; for a growing table, the key, a hash of the id."""
+        """Convert ids to keys (hashes) if the table grows; otherwise, ids are row numbers."""
         if self.growth is None:
             return ids_L
         return torch.from_numpy(next_random(ids_L.numpy().view(np.uint64)).view(np.int64))
 
     def _is_padding(self, ids: Tensor) -> Tensor | None:
-        """Return a mask of the ids that are padding; None if no id is padding."""
         if self.padding_idx is None:
             return None
         is_padding = ids == self.padding_idx
@@ -508,10 +503,10 @@ def _as_ids(ids: Tensor) -> Tensor:
 
 
 def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor | nn.Module]) -> nn.Module:
-    """Copy a module to the CPU, with a module of ``torch.nn`` or a given module in place of each table.
+    """Copy a module to the CPU, and replace each table in the copy.
 
     Args:
-        rows_of: returns the rows of a table, or the module that replaces the table.
+        rows_of: returns the rows of a table, for a module of ``torch.nn``; or the module that replaces it.
     """
     copies: dict[int, nn.Module] = {}
     for table in net.modules():

@@ -41,18 +41,21 @@ _LONG_BYTES = 1 << 12  # of a tensor; a checksum of all bytes would take a measu
 
 @dataclass
 class PassSizes:
-    """The sizes of the slices that a pass has yielded, each without and with padding."""
+    """The sizes of the slices that a pass over batches has yielded, each without and with padding."""
 
     sizes: list[tuple[int, int]] = field(default_factory=list)
     is_padded: bool = False
 
     def add(self, batch: LocalBatch) -> None:
-        """Add a slice."""
         self.sizes.append((batch.size, batch.padded_size))
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Drop the padding of ``values`` if they are as long as the last padded slice, or all slices."""
+        """Remove the entries of padding samples from ``values``.
+
+        The length shows whether ``values`` have an entry for each sample of the last slice, or of all slices
+        of the pass. Values of another length stay unchanged.
+        """
         if not self.is_padded or not values.dim():
             return values
         for slices in (self.sizes[-1:], self.sizes):
@@ -90,7 +93,7 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches; padded with one sample if it is empty.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        checksum: :func:`checksum` of the global batch; 0 with one trainer, or if trainers read slices only.
+        checksum: :func:`checksum` of the global batch; 0 with one trainer, or if no trainer reads all of it.
         drawn: the columns of :class:`Negatives`, equal on all trainers and in all micro-batches.
     """
 
@@ -179,7 +182,7 @@ def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBat
 
 
 def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
-    """Yield the batches in ``data``, one batch or an iterable of batches, cut to ``slicing.size`` if set.
+    """Yield the batches of ``data``, one batch or an iterable; regroup them if ``slicing.size`` is set.
 
     Raises:
         DataError: ``data`` has another type, batches cannot be joined, or a group is larger than a batch.
@@ -224,7 +227,6 @@ def _rebatch(chunks: Iterable[Any], size: int, slicing: Slicing) -> Iterator[Any
 
 
 def _checked_group_ends(batch: Any, whole: str, size: int) -> npt.NDArray[np.int64]:
-    """Return the ends of the groups in a batch; DataError if one has more than ``size`` samples."""
     groups_B = _group_column(batch, whole)
     ends_G = group_ends(groups_B)
     sizes_G = np.diff(ends_G, prepend=0)
@@ -235,7 +237,6 @@ def _checked_group_ends(batch: Any, whole: str, size: int) -> npt.NDArray[np.int
 
 
 def _group_column(batch: Any, whole: str) -> npt.NDArray[np.generic]:
-    """Return the group of each sample; DataError if the batch has no such column."""
     column = batch.get(whole) if isinstance(batch, Mapping) else None
     if not isinstance(column, Tensor) or column.dim() != 1:
         raise DataError(f"whole = {whole!r} must name a column of every batch with one number per sample")
@@ -244,11 +245,7 @@ def _group_column(batch: Any, whole: str) -> npt.NDArray[np.generic]:
 
 
 def size_of(batch: Any) -> int:
-    """Return the number of samples in a batch.
-
-    Raises:
-        DataError: the batch has no tensors, or their numbers of samples differ.
-    """
+    """Return the number of samples in a batch; DataError if there are no tensors, or their numbers differ."""
     columns = _columns(batch)
     sizes = [len(c.offsets) - 1 if isinstance(c, Jagged) else len(c) for _, c in columns]
     if not sizes:
@@ -281,7 +278,7 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``; for a list of batches, their number; -1 if unknown."""
+    """Return the number of samples in ``data``, or of batches in a list of batches; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     if isinstance(data, DataLoader):
@@ -302,19 +299,22 @@ def count_batches(data: Any, slicing: Slicing) -> tuple[int, int]:
 
 
 def cut_last(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
-    """Yield all batches; for ``hybrid compare``, cut batch ``num_steps`` to ``size`` samples if not 0."""
+    """Yield the batches, but cut batch number ``num_steps`` (from 1) to ``size`` samples if not 0.
+
+    So ``hybrid compare`` tests a smaller last batch, even if its steps end before the last batch of the data.
+    """
     for number, batch in enumerate(batches, 1):
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return the samples ``start : stop`` of a batch of ``size``; if there are none, another sample."""
+    """Return samples ``start : stop`` of a batch of ``size`` samples; if there are none, another sample."""
     first, last = padding_bounds(size, start, stop, 1)
     return cut(batch, first, last) if first < last else cut(batch, start, stop)
 
 
 def pad_from_others(values: dict[str, Column], size: int, trainers: TrainerGroup) -> Any:
-    """Return ``values``, a slice of ``size`` samples; if it is empty, return a sample of another trainer.
+    """Return this trainer's slice, ``values`` of ``size`` samples; if empty, a sample of another trainer.
 
     All trainers call it together. At least one slice must have a sample.
     """
@@ -495,7 +495,8 @@ class PreparedData(EncodedData):
         """Yield a trainer's slice of each batch of pass ``epoch``, starting at ``first_sample``.
 
         Raises:
-            DataError: ``slicing.whole`` is not ``group``, or batches of complete groups are not possible.
+            DataError: ``slicing.whole`` is not ``group``; or it is, but the data have no groups, are shuffled
+                by lanes, or have a group that is larger than a batch.
         """
         if slicing.whole not in (None, GROUP):
             raise DataError(

@@ -68,8 +68,8 @@ class PassHistory:
     Attributes:
         now: the progress so far.
         before: the progress in the checkpoint; without a checkpoint, the progress of a new script.
-        is_recorded: whether ``now`` gets the lengths of data and results of evaluations, for a restart: after
-            ``cluster.resume``, unless the script reads from a stream.
+        is_recorded: whether ``now`` records lengths of data and results of evaluations, which a restarted
+            script needs. True after ``cluster.resume``, unless the script reads from a stream.
     """
 
     def __init__(self, warnings: LoopWarnings) -> None:
@@ -120,12 +120,12 @@ class PassHistory:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script is between two passes, and repeats calls that precede its checkpoint."""
+        """Whether a resumed script is between two passes, and repeats calls that precede its checkpoint."""
         is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
         return is_before and self.before != LoopProgress()
 
     def known_evaluation(self) -> Metrics | None:
-        """Return the metrics of the next evaluation if it precedes the checkpoint, else None."""
+        """Return the metrics of the next evaluation if the checkpoint has them, else None."""
         index, known = len(self.now.evaluations), self.before.evaluations
         return known[index] if self.is_replaying and index < len(known) else None
 
@@ -154,7 +154,9 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return settings of optimizers and schedulers, and for nets with dropout the number of trainers.
+    """Return the settings that a resumed script should not change, by description.
+
+    These are all settings of optimizers and schedulers and, if the net has dropout, the number of trainers.
 
     Raises:
         DataError: the state of an object has a value that a checkpoint cannot store.
@@ -260,7 +262,10 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 
 
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
-    """Return whether ``value`` may replace ``current``; ``has_more``: a dict may have further numbers."""
+    """Return whether a stored state has the structure and types of the state ``current`` of an object.
+
+    With ``has_more``, a dict of the stored state may have further entries, if they are numbers.
+    """
     if isinstance(current, dict):
         return isinstance(value, dict) and all(
             name in _NOT_LOADED or ((has_more or name in current) and _fits(each, current.get(name, 0.0)))
@@ -274,7 +279,6 @@ def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
 
 
 def _encode(value: Any, owner: str) -> Any:
-    """Convert a value to JSON types, or raise DataError; :func:`_decode` does the reverse."""
     if isinstance(value, dict):
         return {_PAIRS: [[_encode(k, owner), _encode(v, owner)] for k, v in value.items()]}
     if isinstance(value, list | tuple):

@@ -25,7 +25,7 @@ class LoopWarnings:
         self._first = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[float], list[object]]]()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Record the version counters of the gradients from ``cluster.backward``."""
+        """Record the version counters of the gradients from ``cluster.backward``, to detect changes."""
         self._gradients = _versions(gradients)
 
     def check_gradients(self, gradients: Iterable[Tensor | None]) -> None:
@@ -38,7 +38,7 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if a learning rate has changed since the optimizer's first step, but [schedule] is constant.
+        """Warn if a learning rate has changed, but those of the tables cannot: [schedule] is constant.
 
         Raises:
             RuntimeError: the momentum or the betas have changed, and the optimizer of a table has momentum.

@@ -41,10 +41,10 @@ class ScriptLog:
         self._loggers.start(folder.name, folder, step)
 
     def append(self, step: int, values: Mapping[str, float], is_replaying: bool) -> None:
-        """Append the values of a step; skip values of the resumed step whose names are recorded already.
+        """Append the values of a step, unless the script recorded them before its restart.
 
-        Args:
-            is_replaying: whether the script repeats calls before its checkpoint; then, all records count.
+        At the step of the checkpoint, values are skipped if a record of this step has the same names. If
+        ``is_replaying`` (the script repeats calls of earlier steps), records of earlier steps count, too.
 
         Raises:
             ValueError: a value has the name of a field that all records have, such as ``step``.

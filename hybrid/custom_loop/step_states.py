@@ -38,14 +38,7 @@ class StepCall(NamedTuple):
     errors: Mapping[StepState, str] = {}  # errors for some states, instead of ``error``
 
     def state_after(self, state: StepState, step: int) -> StepState:
-        """Return the state after the call.
-
-        Args:
-            step: number of the current step, for the error message.
-
-        Raises:
-            RuntimeError: the state does not permit the call.
-        """
+        """Return the state after the call; RuntimeError, which names ``step``, if ``state`` forbids it."""
         if state not in self.transitions:
             raise RuntimeError(self.errors.get(state, self.error).format(step=step))
         return self.transitions[state]

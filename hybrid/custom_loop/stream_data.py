@@ -120,7 +120,8 @@ class StreamData(EncodedData):
         """End the last unit; warn about rows of a topic that are too few for a step.
 
         Raises:
-            DataError: ``data.stream`` names a later unit, a file has changed, or too many rows are invalid.
+            DataError: the last unit (``until`` in ``data.stream``) is missing, a file has changed, or too
+                many rows are invalid.
         """
         cursor = self._cursor
         if self._trainer == 0 and (left := cursor.source.end(cursor.unit or cursor.last)):
@@ -201,7 +202,6 @@ class StreamData(EncodedData):
         self._forget()
 
     def _invalid_rows(self) -> list[InvalidRowReport]:
-        """Return each trainer's report of invalid rows of the unit; DataError if files have too many."""
         assert self._reader is not None
         reports = self._trainers.gather_json(asdict(self._reader.invalid_rows()))
         return [parse_fields(InvalidRowReport, each) for each in reports]

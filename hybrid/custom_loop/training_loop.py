@@ -221,7 +221,6 @@ class TrainingLoop:
         self._state = call.state_after(self._state, self.step)
 
     def _current(self, call: StepCall) -> CurrentBatch:
-        """Return the script's training batch; RuntimeError if the state does not permit ``call``."""
         call.state_after(self._state, self.step)
         assert self._training is not None, "the state has a batch"
         return self._training
@@ -334,10 +333,10 @@ class TrainingLoop:
         return Ticket(self._backend.trainer, self.step, self.step, purpose=Purpose.PREDICT)
 
     def vectors(self, call: TableCall) -> Tensor:
-        """Return the vectors of a call of a table, on the device: one per bag, or per id that is no padding.
+        """Return the vectors of a call of a table: one per bag, or one per id that is no padding.
 
-        They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, a change
-        in place does not change the vectors of another call.
+        They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, the
+        script may change them in place, without an effect on other calls.
 
         Raises:
             RuntimeError: gradients are enabled, and the script has no training batch.
@@ -373,8 +372,8 @@ class TrainingLoop:
     def module_to_call(self, inputs: Any) -> nn.Module:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
-        On a cluster, the first call also tests whether a copy of the module accepts the few samples that
-        this trainer gets of a smaller last batch, except in a pass with ``whole``.
+        Some modules fail with few samples. So the first call on a cluster tests a copy of the module with as
+        few samples as this trainer will get of a smaller last batch, unless ``whole`` is set.
 
         Raises:
             DataError: the copy fails with the few samples, but not with the samples of the first batch.

@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Return ``predictions`` with the rank of each sample's item as output: :meth:`ItemRanking.ranks`."""
+        """Replace the outputs of ``predictions`` by the rank of each sample's item among all items."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 

@@ -133,7 +133,7 @@ class PreparedRows:
 class SourceRows:
     """Rows of files in the format of the training files.
 
-    ConfigError if ``text`` replaces a Parquet file. ConfigError or DataError if a side table is invalid.
+    ConfigError if ``text`` is given for Parquet; ConfigError or DataError if a side table is invalid.
     """
 
     trained: TrainedRun

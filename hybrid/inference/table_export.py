@@ -1,8 +1,8 @@
 """An export of tables: a checkpoint without optimizer state, which is written one shard at a time.
 
-The number of shards of a table is a power of two, so that a shard has :data:`SHARD_BYTES` or less (with a key
-for each row), but at most the number of buckets. Later exports never have fewer shards. Shard ``i`` of ``n``
-has the ``i``-th of ``n`` ranges of rows, or of the buckets of a growing table.
+A shard has a range of the rows of a table, or of the buckets of a growing table (a bucket has the keys with
+the same highest bits). The number of shards is the lowest power of two for which the mean size of a shard is
+at most :data:`SHARD_BYTES`, but at most the number of buckets. A later export never has fewer shards.
 """
 
 import os
@@ -100,7 +100,7 @@ class TableExport:
     def _write_table(
         self, table: TableSpec, changes: Sequence[ChangedRows], folder: Path, last: Path | None
     ) -> Files:
-        """Write the shards of a table; from now on, read its rows from these shards."""
+        """Write the shards of a table. The next export reads the table from these shards."""
         shards, count = self._shards[table.name], self._num_shards(table, changes)
         total = table.num_rows if table.growth is None else NUM_BUCKETS
         files: Files = {}
@@ -137,7 +137,7 @@ class TableExport:
         return self._dtype or self.model.row_dtype(table)
 
     def _read(self, table: TableSpec, part: range, changes: Sequence[ChangedRows]) -> dict[str, Tensor]:
-        """Return the shard ``part`` of a table, with ``changes``: its rows and, if the table grows, keys."""
+        """Return the rows (and keys, if the table grows) in the range ``part``, after ``changes``."""
         shards, dtype = self._shards[table.name], self._row_dtype(table)
         if table.growth is None:
             mapped = MappedRows(shards, table.num_rows, self._has_ranges)

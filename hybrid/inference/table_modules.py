@@ -134,7 +134,6 @@ def read_by_key(
 
 
 def _has_zeros(table: TableSpec) -> bool:
-    """Return whether the vector of a key without a row is zeros."""
     return table.init == "zeros" or (table.growth is not None and table.growth.unknown == "zeros")
 
 

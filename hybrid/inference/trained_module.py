@@ -211,7 +211,7 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1. Give bags as Jagged."""
+        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1. Multi-hot ids are Jagged."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
@@ -348,7 +348,6 @@ def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
 
 
 def _bag_indices(offsets: Tensor, num_rows: int) -> Tensor:
-    """Return the index of each row's bag."""
     ends = offsets.new_zeros(num_rows + 1).scatter_add(0, offsets[1:], torch.ones_like(offsets[1:]))
     return ends.cumsum(0)[:-1]
 

@@ -295,7 +295,6 @@ def role_command(options: argparse.Namespace) -> None:
 
 
 def _master_address(options: argparse.Namespace) -> MasterAddress:
-    """Return the address of ``--master``, else torchrun's MASTER_ADDR; ConfigError if both are missing."""
     address: str = options.master or master_host(os.environ)
     if not address:
         raise ConfigError("--master", "must be given: HOST or HOST:PORT (torchrun sets MASTER_ADDR instead)")
@@ -424,8 +423,8 @@ def config_command(options: argparse.Namespace) -> None:
 def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
     """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
 
-    ConfigError if the variables are missing, contradict each other, or do not fit ``topology``. For example,
-    some platforms set RANK and WORLD_SIZE once per node.
+    ConfigError if the variables of torchrun or srun are missing, contradict each other, or do not fit
+    ``topology``.
     """
     ranks: dict[str, tuple[int, int]] = {}
     if "RANK" in environment:
@@ -467,7 +466,7 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 
 def master_host(environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0 under torchrun, else "". Its port is ignored, as torchrun itself uses it."""
+    """Return the host of rank 0 under torchrun, else ""."""
     return environment.get("MASTER_ADDR", "") if TORCHRUN in environment else ""
 
 

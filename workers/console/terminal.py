@@ -148,7 +148,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show a log step instead of the last log step and the status, unless the command is quiet."""
+        """Show the progress in place of the last progress and status, unless the command is quiet."""
         self._progress = progress
         if self._live is not None:
             self._draw()

@@ -1,4 +1,4 @@
-"""Creation of tables on workers, and checkpoints with the parts of all roles, for sessions and scripts."""
+"""Creation of tables on workers, and checkpoints to which all roles write files."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

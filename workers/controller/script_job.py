@@ -127,7 +127,6 @@ class ScriptJob:
         return ExitCode.DONE
 
     def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> _SaveError | None:
-        """Make every worker write its rows, and trainer 0 its module; return an error, or None."""
         tables = self._tables[request.number]
         bulk = BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])

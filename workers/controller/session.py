@@ -237,7 +237,7 @@ class Session:
         Args:
             metrics: of the last evaluation, for the manifest.
             progress, reports: further numbers and tensors to store; see :meth:`RunCounts.pack`.
-            in_background: whether roles copy their parts; they do not if workers lack the memory for copies.
+            in_background: whether roles copy their parts, if the hosts of workers have the memory for copies.
         """
         progress = {**progress, **self._own_progress()}
         is_copied = in_background and not memory_shortage(
@@ -306,7 +306,6 @@ class Session:
         transport.gather([*calls, *self._load_nets(stored, has_state=True)])
 
     def _load_initial_nets(self, initial: InitialModel, remote_net: transport.RemoteNet | None) -> None:
-        """Load the dense nets of the initial model, if it has any; ConfigError if they do not fit."""
         if (stored := initial.dense) is None:
             return
         calls = self._load_nets(stored, initial.has_dense_state)

@@ -75,7 +75,7 @@ class SharedFolders:
     remote_roles: Sequence[Role]  # roles on other hosts, or with other mounts, than the master
 
     def check_data(self, folder: StoragePath) -> None:
-        """Check that all trainers see the prepared data, unless in a store; RemoteError if one does not."""
+        """Check that all trainers see the prepared data in a local folder; RemoteError if one does not."""
         trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
         if trainers and not isinstance(folder, RemotePath):
             manifest = folder.absolute() / FILE_NAME

@@ -82,7 +82,7 @@ def run_write_errors(path: StoragePath, remedy: str = "set run.folder to another
     """Convert OSErrors of this block, except StorageErrors, to a HybridError: ``path`` cannot be written.
 
     Args:
-        remedy: what the user can do instead of freeing space, as an imperative.
+        remedy: the end of the message "free space there, or ...".
     """
     try:
         yield
@@ -158,7 +158,10 @@ def record_script_checkpoints(scratch: Path, folder: StoragePath) -> None:
 
 
 def script_checkpoints(scratch: Path) -> StoragePath | None:
-    """Return the checkpoint folder recorded in ``scratch``; None if there is none, or in a run folder."""
+    """Return the folder that :func:`record_script_checkpoints` recorded in ``scratch``, or None.
+
+    If ``scratch`` is a run folder, which other users may have written, the record is ignored.
+    """
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
     return parse_path(files.read_text(path)) if path.is_file() and not is_run else None
@@ -264,7 +267,7 @@ def describe_saved_state(folder: Path, command: str) -> str:
     """Describe what a stopped run has saved and lost, and how to resume it.
 
     Args:
-        command: the command that was stopped: "launch", "master", "run" or SWEEP.
+        command: the stopped command: "launch", "master", "run", or SWEEP for "launch" with several seeds.
     """
     try:
         state = RunState.of(folder)
@@ -319,7 +322,7 @@ def check_same_model(run: StoragePath, config: RunConfig) -> None:
 
 
 def newest_run(config: RunConfig) -> StoragePath | None:
-    """Return the run in ``run.folder``; if that is "", the newest called ``run.name``. None if missing."""
+    """Return the run in ``run.folder`` or, without this key, the newest run ``run.name``; None if missing."""
     if folder := config.run.folder:
         return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
     # run_path makes these names.

@@ -80,7 +80,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 def print_means(
     config: RunConfig, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float | None]]:
-    """Print and return mean and deviation of each test metric; both None if a result lacks the metric."""
+    """Print and return mean and standard deviation of each test metric; None if a run lacks the metric."""
     means: dict[str, dict[str, float | None]] = {}
     print_line("")
     names = [name for name in shown_metrics(config.all_tasks) if any(name in each for each in results)]
@@ -164,7 +164,10 @@ def _flat(
     title_of: Callable[[str], str] = metric_title,
     before: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (title, value) of each entry but None; ``between`` joins a mapping's title to nested titles."""
+    """Flatten nested mappings; yield (title, value) of each value that is not None.
+
+    ``before`` is the prefix of all titles; ``between`` separates the parts of a nested title.
+    """
     for name, value in values.items():
         title = before + title_of(name)
         if isinstance(value, Mapping):
