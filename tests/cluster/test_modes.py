@@ -28,7 +28,12 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("ddp", "private"), [("outside", set()), ("inside", {"bottom"}), ("none", {"bottom", "head"})]
+    ("ddp", "private"),
+    [
+        pytest.param("outside", set(), marks=pytest.mark.long),
+        ("inside", {"bottom"}),
+        pytest.param("none", {"bottom", "head"}, marks=pytest.mark.long),
+    ],
 )
 def test_ddp_mode_decides_which_stages_trainers_share(
     ddp: str, private: set[str], cluster: RunningCluster, cache: Path, tmp_path: Path
@@ -48,20 +53,15 @@ def train_once(cluster: object, config: RunConfig, cache: Path, scratch: Path) -
     return train(cluster, config, cache, scratch, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"optimizer": "Adamm"}, "RemoteError: dense.optimizer = 'Adamm': "),
-        ({"net": "support.failing_nets:backward"}, "failing_nets.py:18, in backward: KeyError: 'gradient'"),
-    ],
-)
-def test_error_of_a_trainer_reaches_the_master(
-    section: dict[str, object], message: str, cluster: RunningCluster, cache: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(CaseError) as caught:
-        cluster.run(train_once, small_config(dense=section), cache, tmp_path)
-    assert message in str(caught.value)
-    # The cluster still works after a failed job.
+def test_error_of_a_trainer_reaches_the_master(cluster: RunningCluster, cache: Path, tmp_path: Path) -> None:
+    for key, value, message in (
+        ("optimizer", "Adamm", "RemoteError: dense.optimizer = 'Adamm': "),
+        ("net", "support.failing_nets:backward", "failing_nets.py:18, in backward: KeyError: 'gradient'"),
+    ):
+        with pytest.raises(CaseError) as caught:
+            cluster.run(train_once, small_config(dense={key: value}), cache, tmp_path)
+        assert message in str(caught.value)
+    # The cluster still works after failed jobs.
     assert cluster.run(train_once, small_config(), cache, tmp_path / "again").losses[0] > 0
 
 

@@ -39,7 +39,7 @@ def test_data_set_trains_as_in_one_process(
 def test_stored_data_have_the_bits_of_local_data(
     lanes: int, clusters: Clusters, store: Store, cache: Path, tmp_path: Path
 ) -> None:
-    data = {"shuffle": f"lanes({lanes})" if lanes else "rows", "synthetic_rows": 4000, "weight": "weight"}
+    data = {"shuffle": f"lanes({lanes})" if lanes else "rows", "synthetic_rows": 1500, "weight": "weight"}
     config = small_config(data=data)
     stored = in_store(config, store, tmp_path)
     cluster = clusters.get(2, 2)
@@ -120,7 +120,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
 def test_columns_of_every_kind_train_as_in_one_process(
     update: str, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:

@@ -56,7 +56,7 @@ def test_ddp_dist_autograd_sparse_grads(cluster: RunningCluster) -> None:
     check(cluster.run(on_all_trainers, sparse_gradients), {"weight"}, {"weight"})
 
 
-@pytest.mark.parametrize("remote_device", ["worker0/cpu", "worker0"])
+@pytest.mark.parametrize("remote_device", [pytest.param("worker0/cpu", marks=pytest.mark.long), "worker0"])
 def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(local_vs_remote, remote_device))
     check(compared, names={"1", "2"}, shared={"2"})

@@ -41,6 +41,8 @@ CHOICES = {
     "parallel": ("none", "replicas"),
     "tasks": ("one", "weighted", "several", "ranked"),
 }
+# Unit tests compare each optimizer, schedule and pooling with torch.
+NOT_EACH_IN_A_QUICK_CASE = {"optimizer", "schedule", "features"}
 INDEPENDENT_OF_GROWTH = {
     *("ddp", "pooled_by", "remote", "schedule", "all_rows", "dense_optimizer", "parallel", "tasks")
 }
@@ -75,7 +77,7 @@ def covering_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def covering_cases(choices: Mapping[str, Sequence[Any]], *clusters: tuple[int, int, bool]) -> list[Any]:
-    """Return cases as parameters: few that have every value, on ``clusters``, and all, marked as long.
+    """Return cases as parameters: few that have nearly every value, on ``clusters``, and all, marked as long.
 
     They are sorted by cluster, because a cluster runs until another one is needed.
 
@@ -85,7 +87,8 @@ def covering_cases(choices: Mapping[str, Sequence[Any]], *clusters: tuple[int, i
     rows = covering_rows(choices)
     quick: list[Case] = []
     shapes = itertools.cycle([*clusters, *clusters[:-1]])  # few cases on the last one, which has one trainer
-    missing = {(name, value) for name, values in choices.items() for value in values}
+    names = choices.keys() - NOT_EACH_IN_A_QUICK_CASE
+    missing = {(name, value) for name in names for value in choices[name]}
     while missing:
         cluster = zip(("trainers", "workers", "has_many_hosts"), next(shapes), strict=True)
         quick.append(Case(**rows[len(quick)] | dict(cluster)))
@@ -156,6 +159,7 @@ SAME_BITS = (
         )
     ]
 )
+QUICK_FEATURES = {"workers": ("one_hot", "mean", "sequences"), "trainers": ("sum",)}
 
 
 SEQUENCES = partial(Case, trainers=3, features="sequences")
@@ -163,7 +167,6 @@ WEIGHTED_SEQUENCES = partial(Case, trainers=3, features="weighted_sequences")
 UNEVEN = partial(Case, trainers=3, inputs="uneven")
 # Combinations that the covering rows lack; one table of sequences is shared with a feature of one id.
 FURTHER_CASES = [
-    SEQUENCES(inputs="uneven", update="lookahead"),
     WEIGHTED_SEQUENCES(
         inputs="uneven", update="lookahead", placement="row", micro_batches=2, clip_norm=0.2, optimizer="adam"
     ),
@@ -174,6 +177,7 @@ FURTHER_CASES = [
     ),
 ]
 FURTHER_LONG_CASES = [
+    SEQUENCES(inputs="uneven", update="lookahead"),
     UNEVEN(update="lookahead", remote=True, ddp="inside", clip_norm=0.2),
     UNEVEN(micro_batches=3, tasks="ranked", features="mean"),
     UNEVEN(net="ple", tasks="several", update="lookahead", remote=True),
@@ -202,7 +206,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.long if case.features in ("max", "weights") else ())
+        pytest.param(case, marks=() if case.features in QUICK_FEATURES[case.pooled_by] else pytest.mark.long)
         for case in SAME_BITS
     ],
     ids=attrgetter("name"),
@@ -242,10 +246,12 @@ def test_growing_tables_equal_one_process(case: Case, clusters: Clusters) -> Non
 @pytest.mark.parametrize(
     "case",
     [
-        Case(inputs="uneven", placement="row", optimizer="adam", remote=True),
+        pytest.param(
+            Case(inputs="uneven", placement="row", optimizer="adam", remote=True), marks=pytest.mark.long
+        ),
         Case(inputs="uneven", update="lookahead", optimizer="momentum", features="sum"),
     ],
-    ids=lambda case: case.name,
+    ids=attrgetter("name"),
 )
 def test_all_rows_take_every_step(case: Case, clusters: Clusters) -> None:
     """Some trainers have fewer batches or none. Updates of touched rows only have another result."""
@@ -282,12 +288,14 @@ def with_value(case: Case, value: float, trainer: int) -> list[Batch]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(ddp="outside", remote=True, optimizer="adam", dense_optimizer="AdamW"),
-        Case(ddp="none", optimizer="momentum", micro_batches=2, clip_norm=0.2),
-        Case(optimizer="adam", update="lookahead", weight_decay=0.05, all_rows=True),
-        Case(growing="all", update="lookahead"),
+        Case(ddp="none", remote=True, optimizer="adam", dense_optimizer="AdamW", clip_norm=0.2),
+        Case(growing="all", optimizer="adam", update="lookahead", weight_decay=0.05, all_rows=True),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in (Case(ddp="outside", optimizer="momentum"), Case(micro_batches=2, update="lookahead"))
+        ),
     ],
-    ids=lambda case: case.name,
+    ids=attrgetter("name"),
 )
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])
 def test_skipped_step_changes_no_parameter(case: Case, value: float, clusters: Clusters) -> None:

@@ -18,15 +18,17 @@ def split(**values: Any) -> Case:
 
 LARGE = (2048, 2048)  # of three samples, a product that oneDNN's are for
 CASES = [
-    split(remote=True, micro_batches=2, update="lookahead"),
     split(
         features="sum",
-        inputs="uneven",
+        micro_batches=2,
+        update="lookahead",
         tensor_plan=("interaction.layers.0 = colwise_gathered", "head.[04] = colwise", "head.[26] = rowwise"),
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
 ]
 LONG_CASES = [
+    split(features="sum", inputs="uneven"),
+    split(remote=True, micro_batches=2, update="lookahead"),
     Case(parallel="replicas", net="wide_deep", ddp="inside", remote=True),
     split(features="sum", inputs="uneven", tasks="ranked"),
     Case(parallel="replicas", net="ple", tasks="several"),

@@ -69,12 +69,18 @@ def trained(folder: Path, config: RunConfig, steps: int = 3) -> Path:
         return Path(str(session.save(folder, steps, 0)))
 
 
+@pytest.fixture(scope="module")
+def stored(loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run on the first day."""
+    folder = tmp_path_factory.mktemp("first")
+    return trained(folder / "saved", day(folder, 1))
+
+
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
-def test_first_step_equals_the_step_of_a_resumed_run(update: str, tmp_path: Path) -> None:
+def test_first_step_equals_the_step_of_a_resumed_run(update: str, stored: Path, tmp_path: Path) -> None:
     """With an unchanged vocabulary, on the same batch; optimizers keep their step counts."""
     train = {"update": update}
-    stored = trained(tmp_path / "saved", config := day(tmp_path, 1, train=train))
-    with opened(config, is_new=False) as session:
+    with opened(day(tmp_path, 1, train=train), is_new=False) as session:
         session.load(Checkpoint.open(stored))
         before = state(session)
         session.train(3, 1)
@@ -116,8 +122,7 @@ def test_predictions_of_known_values_are_the_same(tmp_path: Path) -> None:
     assert np.array_equal(before["probability"], now["probability"])
 
 
-def test_another_dense_net_is_refused_in_one_line(tmp_path: Path) -> None:
-    stored = trained(tmp_path / "saved", day(tmp_path, 1), 1)
+def test_another_dense_net_is_refused_in_one_line(stored: Path, tmp_path: Path) -> None:
     dense = {"device": "cpu", "remote_mlp": [6], "bottom_mlp": [8, 4]}
     with (
         pytest.raises(ConfigError, match=r"^train\.initial = .*bottom\.0\.weight") as caught,
@@ -159,8 +164,7 @@ def test_metrics_and_best_checkpoint_of_the_other_run_do_not_count(
 
 
 @pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
-def test_one_process_starts_with_the_same_model(update: str, tmp_path: Path) -> None:
-    stored = trained(tmp_path / "saved", day(tmp_path, 1))
+def test_one_process_starts_with_the_same_model(update: str, stored: Path, tmp_path: Path) -> None:
     train = {"update": update, "dtype": "float64"}
     config = day(tmp_path, 2, stored, train=train)
     data = prepare(config, Path(config.data.cache_folder))

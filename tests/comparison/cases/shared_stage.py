@@ -25,12 +25,10 @@ def _stage(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
 # Numbers of samples of the ranks of a tensor group, and the ranks whose inputs require a gradient.
 SLICES = (
     ((3, 2), (True, True)),
-    ((2, 2), (True, True)),
     ((0, 4), (True, True)),
     ((0, 0), (True, True)),
     ((3, 2), (False, False)),
     ((0, 4), (False, True)),
-    ((1, 0), (True, False)),
 )
 
 
