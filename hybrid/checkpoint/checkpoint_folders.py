@@ -336,7 +336,7 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Return a folder for the files of the new checkpoint ``folder``; CheckpointError if that exists."""
+    """Return the folder for the files of a new checkpoint; CheckpointError if the checkpoint exists."""
     if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
         raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):

@@ -114,7 +114,7 @@ class Cluster:
         """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
         All trainers call it together, before :meth:`resume`. The call waits for the first rows, and fits the
-        encoding of columns on a sample. Batches have ``train.batch_size`` samples, fewer where a file ends.
+        encoding of columns on a sample. Batches have ``train.batch_size`` samples, or fewer if a file ends.
 
         Raises:
             ConfigError: the configuration has no stream, a column is missing, or two columns have one name.
@@ -175,8 +175,8 @@ class Cluster:
         Raises:
             CheckpointError: the checkpoint at the end of a stream cannot be written.
             ConfigError: a later file of a stream lacks a column.
-            DataError: a batch is invalid, or differs between trainers; or the samples of a group are not
-                adjacent, or more than ``size``.
+            DataError: a batch or a file is invalid, or trainers have different batches; or the samples of a
+                group are not adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
                 or the script did not complete the step of a batch.
             ValueError: ``size`` is below 1; ``drop_last`` lacks a size; or a stream is given other options.
@@ -549,7 +549,7 @@ class Cluster:
         without this package.
 
         Raises:
-            RuntimeError: a table grows; only checkpoints have its keys.
+            RuntimeError: a table grows. Use :meth:`save` and :func:`hybrid.load` instead.
         """
         loop = self._require_loop()
         for table in loop.model.net.modules():

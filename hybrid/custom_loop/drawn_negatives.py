@@ -21,8 +21,8 @@ class Negatives:
             ``hybrid.models.two_towers.log_popularity(...)`` for draws by frequency, -inf for no draws.
 
     Raises:
-        ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is empty, has NaN or inf,
-            or is -inf for all items.
+        ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is no vector, is empty,
+            has NaN or inf, or is -inf for all items.
     """
 
     def __init__(self, number: int, log_q: Tensor) -> None:

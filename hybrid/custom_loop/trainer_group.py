@@ -50,7 +50,7 @@ class TrainerGroup:
         return [json.loads(each) for each in lines.splitlines()]
 
     def check_equal(self, checksum: int) -> None:
-        """Raise DataError if the trainers have different checksums, since they read different batches."""
+        """Raise DataError if the checksums of the trainers' batches differ."""
         if self.group.size() > 1:
             local = torch.tensor([checksum], dtype=torch.int64)
             if bool((self.gather(local) != local).any()):

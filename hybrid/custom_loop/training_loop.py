@@ -284,7 +284,7 @@ class TrainingLoop:
         """Yield the columns of each micro-batch, and call ``before_step`` before each step.
 
         Raises:
-            RuntimeError: the script left out a micro-batch, called ``load``, or began another training pass.
+            RuntimeError: the script has not completed a batch, called ``load``, or began another pass.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
@@ -483,7 +483,7 @@ class TrainingLoop:
             self.advance(step_states.OPTIMIZER_STEP)
 
     def _check_gradient(self, *_: object) -> None:
-        """Raise RuntimeError if ``cluster.backward`` did not start the running backward pass."""
+        """Raise RuntimeError if autograd computes a gradient outside of ``cluster.backward``."""
         self.advance(step_states.ADD_GRADIENT)
 
     def _local_loss(self, terms: Sequence[tuple[Tensor, Tensor | None]], batch: LocalBatch) -> Tensor:

@@ -74,7 +74,7 @@ class GrowingTable(nn.Module):
         self.weight = nn.Parameter(torch.cat([weight_ND[order_N], weight.new_zeros(1, weight.shape[1])]))
 
     def forward(self, keys_L: Tensor) -> Tensor:
-        """Return vectors (keys, D), by operators that torch can export."""
+        """Return vectors (keys, D), with operators that torch can export."""
         num_rows, ordered_L = self.ordered_keys.shape[0] - 1, keys_L ^ _SIGN
         row_L = torch.searchsorted(self.ordered_keys[:num_rows], ordered_L)
         is_known_L = (self.ordered_keys[row_L] == ordered_L) & (row_L < num_rows)
@@ -138,7 +138,7 @@ def _has_zeros(table: TableSpec) -> bool:
 
 
 def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
-    """Compute the random initial rows that workers give to keys, by operators that torch can export."""
+    """Compute the initial rows of keys as workers do, but with operators that torch can export."""
     counter_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim)
     hashes_UD = hash_ids((counter_UD + _signed(random_salt(seed, table.name))) * _STEP)
     values_UD = _shift(hashes_UD, 40).to(torch.float32) * 2**-24

@@ -85,7 +85,7 @@ class Session:
         encoder: the encoder that checkpoints contain; used only without a ``data_folder``.
         initial: the initial model; None if it is not read.
         hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
-        recorded: the steps that every role records for [profile], from the start or resume of the run.
+        recorded: the numbers of the steps that every role records for section [profile].
         meanwhile: called repeatedly while the session waits for roles.
         trainer_class: the class of the objects of trainers.
     """
@@ -265,7 +265,7 @@ class Session:
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
         """Make every role copy its nets, and its rows that changed since the last delta or checkpoint.
 
-        A delta of a stream has the encoder, too, whose scaling may change from unit to unit.
+        A delta of a stream has the encoder, too, because the scaling of columns may change during the run.
 
         Args:
             parent: the identity of the last delta or checkpoint; see :func:`identity_of`.

@@ -202,7 +202,7 @@ def _curves(config: RunConfig, records: Sequence[Record], number: int) -> Iterat
 
 
 def _svg(draw: Callable[[Axes], None], salt: str) -> str:
-    """Return a plot in the colors of the page; its ids contain a hash of ``salt``, which must be unique."""
+    """Return a plot in the colors of the page. ``salt`` makes its ids unique in the page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -121,7 +121,7 @@ def _details(span: Span) -> dict[str, float]:
 
 
 def _paths(spans: Sequence[Span]) -> Iterator[tuple[SpanPath, Span]]:
-    """Yield each span of a role with its path. Two spans of one thread are nested, or do not overlap."""
+    """Yield each span of a role with its path; spans of one thread must be nested, or not overlap."""
     enclosing: dict[str, list[tuple[SpanPath, int]]] = defaultdict(list)
     for span in spans:
         path: SpanPath = (span.name,)
