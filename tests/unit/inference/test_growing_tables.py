@@ -165,6 +165,7 @@ def test_exported_models_have_keys_as_inputs(
     run, served = tmp_path / "run", tmp_path / "served"
     data: dict[str, object] = {"vocabulary": 'grow(unknown = "zeros")', "sparse": ["user", "tags"]}
     sections: dict[str, dict[str, object]] = {"data": data, "columns.user": {"vocabulary": "grow"}}
+    sections["columns.tags"] = {"pooling": "max"}
     grown = write_grown(run, clicks_config(tmp_path, **sections))
     export_run(run, served, ["program", "onnx", "tables"], None)
     model, program = load(run), torch.export.load(served / "program.pt2").module()
