@@ -314,8 +314,8 @@ def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
     """Copy the vocabulary file ``source`` for the checkpoint that is written into ``folder``.
 
-    The checkpoints of a run share one copy, ``name``, in the run folder, so return {}. Otherwise, copy into
-    ``folder``, and return the entry for the manifest. CheckpointError if the copy cannot be written.
+    All checkpoints of a run share a copy, ``name``, which manifests do not list, so return {}. Other
+    checkpoints have a copy in ``folder``; return its entry for the manifest. CheckpointError if this fails.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:

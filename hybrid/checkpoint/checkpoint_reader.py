@@ -175,7 +175,7 @@ class Checkpoint:
         return read_tensors(*self._source(name))
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> MappedRows:
-        """Map all shards of a table that does not grow into memory, read-only.
+        """Map the shards of a table into memory, read-only. Not for growing tables.
 
         Raises:
             CheckpointError: the table is missing, a file is damaged, or a shape is not as in the arguments.
@@ -200,7 +200,7 @@ class Checkpoint:
         return rows_RD
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
-        """Copy every ``count``-th row from row ``index`` on, with optimizer state, into a worker's shard.
+        """Copy rows ``index``, ``index + count`` etc., with optimizer state, into the shard of a worker.
 
         The checkpoint may have another number of shards than ``count``, but it must not be an export.
 

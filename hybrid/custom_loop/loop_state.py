@@ -91,7 +91,7 @@ class PassHistory:
         self.now = LoopProgress(epoch, first, first, start=self.now.start)
 
     def begin_pass(self, data: Any) -> bool:
-        """Begin a pass over ``data``. Return False if the whole pass precedes the checkpoint: skip it then.
+        """Begin a pass over ``data``. Return False if the pass precedes the checkpoint, and must be skipped.
 
         Raises:
             RuntimeError: the script has read from a stream.
@@ -154,7 +154,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return the settings that a resumed script should not change, by description.
+    """Return the settings that a resumed script should not change; keys are descriptions for messages.
 
     These are all settings of optimizers and schedulers and, if the net has dropout, the number of trainers.
 

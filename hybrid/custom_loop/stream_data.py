@@ -169,7 +169,7 @@ class StreamData(EncodedData):
             check_unchanged(self._cursor.unit.files, SINCE_CHECKPOINT)
 
     def scale_as(self, stored: Checkpoint) -> None:
-        """Scale numeric columns as in the training of a loaded checkpoint, if the checkpoint records this."""
+        """Scale numeric columns as in the training of a loaded checkpoint, if it has an encoder."""
         if storage.exists(stored.files_folder / FILE_NAME):
             before = FeatureEncoder.load(stored.files_folder, with_values=False)
             self._set_encoder(with_scaling_of(self.config, before, self._encoder))

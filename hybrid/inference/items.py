@@ -52,7 +52,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Replace the outputs of ``predictions`` by the rank of each sample's item among all items."""
+        """Return ``predictions`` whose outputs are the ranks of the samples' items among all items."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 

@@ -137,7 +137,7 @@ class TableExport:
         return self._dtype or self.model.row_dtype(table)
 
     def _read(self, table: TableSpec, part: range, changes: Sequence[ChangedRows]) -> dict[str, Tensor]:
-        """Return the rows (and keys, if the table grows) in the range ``part``, after ``changes``."""
+        """Return the rows (and keys, if the table grows) in the range ``part``, with ``changes`` applied."""
         shards, dtype = self._shards[table.name], self._row_dtype(table)
         if table.growth is None:
             mapped = MappedRows(shards, table.num_rows, self._has_ranges)

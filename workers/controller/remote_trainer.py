@@ -81,7 +81,7 @@ class Trainer:
         placement: the worker of each row.
         remote_tables: a stub for every worker that holds rows.
         data_source: location of the prepared data, for :func:`open_split`; None for a stream.
-        settings: this role's values of keys marked "by host".
+        settings: this role's values of the configuration keys that may differ between hosts.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ class Script(Backend):
 
     Args:
         task: the script, with its absolute path.
-        settings: this role's values of keys marked "by host".
+        settings: this role's values of the configuration keys that may differ between hosts.
     """
 
     def __init__(self, index: int, config: RunConfig, task: ScriptTask, settings: Sequence[str] = ()) -> None:
@@ -198,7 +198,7 @@ class Script(Backend):
         threading.Thread(target=self._run, name="script", daemon=True).start()
 
     def next_request(self, seconds: float) -> ScriptRequest | None:
-        """Return the next request, or None after the timeout; if the script failed, raise its exception."""
+        """Return the next request, or None after ``seconds``; if the script failed, raise its exception."""
         try:
             request = self._requests.get(timeout=seconds)
         except Empty:

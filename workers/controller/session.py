@@ -1,4 +1,4 @@
-"""The master's view of a job on a cluster, with prepared data or a stream."""
+"""The master's view of a job, with prepared data or the units of a stream (files, folders or a topic)."""
 
 import math
 from collections import Counter, defaultdict

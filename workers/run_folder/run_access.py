@@ -79,7 +79,7 @@ def log_path(run: Path, role: Role) -> Path:
 
 @contextmanager
 def run_write_errors(path: StoragePath, remedy: str = "set run.folder to another folder") -> Iterator[None]:
-    """Convert OSErrors of this block, except StorageErrors, to a HybridError: ``path`` cannot be written.
+    """Convert OSErrors in this block to a HybridError about ``path``; StorageErrors are not converted.
 
     Args:
         remedy: the end of the message "free space there, or ...".
@@ -336,7 +336,7 @@ def newest_run(config: RunConfig) -> StoragePath | None:
 
 
 def is_finished(run: StoragePath, config: RunConfig) -> bool:
-    """Return whether a run has finished, and ``config`` does not change the limits of its length."""
+    """Return whether a run has finished, and ``config`` has the same limits, such as ``train.epochs``."""
     if not files.exists(run / RESULT_FILE):
         return False
     before, now = load_config(run / CONFIG_FILE, is_stored=True).train, config.train
