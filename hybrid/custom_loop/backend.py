@@ -87,8 +87,7 @@ class Backend:
     def prepare_data(self) -> str:
         """Convert the data of section [data] to arrays, if not yet done; return their path or URL.
 
-        Raises:
-            ConfigError, DataError: the data cannot be prepared.
+        ConfigError or DataError if the data cannot be prepared.
         """
         raise NotImplementedError
 
@@ -111,8 +110,7 @@ class Backend:
     def load(self, number: int, stored: Checkpoint) -> None:
         """Load the rows of a checkpoint into the tables of module ``number``.
 
-        Raises:
-            CheckpointError: the checkpoint is damaged, or its tables differ.
+        CheckpointError if the checkpoint is damaged, or its tables differ.
         """
         raise NotImplementedError
 

@@ -93,8 +93,7 @@ class PassHistory:
     def begin_pass(self, data: Any) -> bool:
         """Begin a pass over ``data``. Return False if the pass precedes the checkpoint, and must be skipped.
 
-        Raises:
-            RuntimeError: the script has read from a stream.
+        RuntimeError if the script has read from a stream.
         """
         if self._has_stream:
             raise RuntimeError(
@@ -157,9 +156,7 @@ def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: in
     """Return the settings that a resumed script should not change; keys are descriptions for messages.
 
     These are all settings of optimizers and schedulers and, if the net has dropout, the number of trainers.
-
-    Raises:
-        DataError: the state of an object has a value that a checkpoint cannot store.
+    DataError if the state of an object has a value that a checkpoint cannot store.
     """
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
@@ -187,8 +184,7 @@ def pack_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of the module and the optimizers, and the fields of the manifest's progress.
 
-    Raises:
-        DataError: the state of an object has a value that a checkpoint cannot store.
+    DataError if the state of an object has a value that a checkpoint cannot store.
     """
     tensors: dict[int, Mapping[str, Any]] = {}
     names = {id(parameter): name for name, parameter in net.named_parameters()}

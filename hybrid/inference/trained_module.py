@@ -96,8 +96,7 @@ def load(
 def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
     """Load the dense parameters of a checkpoint into a module; return the tables of the module by name.
 
-    Raises:
-        CheckpointError: the checkpoint is of another module.
+    CheckpointError if the checkpoint is of another module.
     """
     tables = {name: each for name, each in module.named_modules() if isinstance(each, TableModule)}
     if tables.keys() != stored.manifest.tables.keys():

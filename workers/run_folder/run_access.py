@@ -134,8 +134,7 @@ def command_name() -> str:
 def checkpoint_root(folder: Path) -> StoragePath:
     """Return the folder of a run's checkpoints: the URL in its file ``.store``, or the local folder itself.
 
-    Raises:
-        HybridError: the file ``.store`` is unreadable, or ``folder`` is not the private folder for its URL.
+    HybridError if the file ``.store`` is unreadable, or ``folder`` is not the private folder for its URL.
     """
     path = folder / _STORE_FILE
     if not os.path.lexists(path):
