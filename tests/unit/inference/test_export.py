@@ -233,10 +233,10 @@ def test_only_changed_shards_are_written_again(
     assert all(before.rows(name).equal(model.rows(name)) for name in expected)
 
 
-def test_narrow_tables_and_programs_of_exports_have_almost_the_predictions_of_the_run(
+def test_narrow_tables_and_programs_have_almost_the_predictions_of_the_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_run(run, tmp_path / "served", ["tables"], "bfloat16")
+    export_run(run, tmp_path / "served", ["program", "tables"], "bfloat16")
     printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert printed["tables"] == "bfloat16"
     assert "before" in printed["auc"]
@@ -245,8 +245,7 @@ def test_narrow_tables_and_programs_of_exports_have_almost_the_predictions_of_th
     inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2)))
     with torch.no_grad():
         exact = model(inputs)["probability"]
-    export_run(tmp_path / "served", tmp_path / "again", ["program"], None)
-    found = program_of(tmp_path / "again")(inputs)["probability"]
+    found = program_of(tmp_path / "served")(inputs)["probability"]
     assert found.dtype == torch.float32
     assert 1e-6 < (exact - found).abs().max() < 0.05
     assert {each.dtype for each in load_file(shard(tmp_path / "served", "user")).values()} == {torch.bfloat16}
