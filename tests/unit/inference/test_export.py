@@ -234,26 +234,27 @@ def test_only_changed_shards_are_written_again(
 
 
 def test_narrow_tables_and_programs_have_almost_the_predictions_of_the_run(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_run(run, tmp_path / "served", ["program", "tables"], "bfloat16")
+    """The net has one input, a bag, which needs another mode of torch's export."""
+    config = clicks_config(tmp_path, data={"dense": [], "sparse": ["tags"]}, dense={"net": "dcn_v2"})
+    run, served = write_trained(tmp_path / "run", config), tmp_path / "served"
+    export_run(run, served, ["program", "tables"], "bfloat16")
     printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert printed["tables"] == "bfloat16"
     assert "before" in printed["auc"]
-    model = load(run)
-    full = {name: model.rows(name).detach() for name in model.table_names}
-    inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2)))
-    with torch.no_grad():
-        exact = model(inputs)["probability"]
-    found = program_of(tmp_path / "served")(inputs)["probability"]
-    assert found.dtype == torch.float32
-    assert 1e-6 < (exact - found).abs().max() < 0.05
-    assert {each.dtype for each in load_file(shard(tmp_path / "served", "user")).values()} == {torch.bfloat16}
-    narrow = load(tmp_path / "served")
-    assert all(narrow.rows(name).equal(full[name].bfloat16().float()) for name in full)
+    model, narrow, program = load(run), load(served), program_of(served)
+    rows = model.rows("tags").detach().bfloat16().float()
+    texts = texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2))
+    for size in (0, 1, 40):
+        inputs = model.encode({name: values[:size] for name, values in texts.items()})
+        found = program(inputs)["probability"]
+        assert (found.dtype, found.shape) == (torch.float32, (size,))
+    assert 1e-6 < (model(inputs)["probability"] - found).abs().max() < 0.05
+    assert {each.dtype for each in load_file(shard(served, "tags")).values()} == {torch.bfloat16}
+    assert narrow.rows("tags").equal(rows)
     model.tables.to(torch.bfloat16)
-    with torch.no_grad():
-        assert narrow(inputs)["probability"].equal(model(inputs)["probability"])
+    assert narrow(inputs)["probability"].equal(model(inputs)["probability"])
 
 
 CUSTOM_NET = """
@@ -278,11 +279,10 @@ def custom_run(folder: Path, name: str, body: str, width: int, **sections: dict[
 def test_a_custom_net_may_reshape_some_columns_and_rows_keep_their_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With float64, bfloat16 in two tables, and no input but bags."""
+    """With float64, and bfloat16 in two tables."""
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE[:, :8].reshape(pooled_BE.shape[0], 2, 4).sum(1)"
     sections: dict[str, dict[str, object]] = {
-        "data": {"dense": []},
         "train": {"dtype": "float64"},
         "embedding": {"dim": 4, "dtype": "bfloat16"},
         "tables.item": {"dtype": "train"},
