@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hybrid.embedding.kernels import Ints
     from hybrid.embedding.saved_tables import SavedTable
 
-_BLOCK_VALUES = 1 << 20
+_BLOCK_VALUES = 1 << 16  # fits into the cache of a core
 
 
 def fill_random_rows(out_RD: Tensor, table: TableSpec, seed: int, index: int = 0, count: int = 1) -> None:

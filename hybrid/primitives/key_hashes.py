@@ -16,9 +16,12 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def next_random(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the next random number of SplitMix64 (Steele et al. 2014) for each generator state in ``x``."""
     x = x + _STEP
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x ^= x >> np.uint64(30)  # in place, since large new arrays cost more than the arithmetic
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

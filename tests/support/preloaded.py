@@ -4,6 +4,7 @@
 
 import encodings.idna
 from typing import Any, TextIO
+from unittest.mock import MagicMock
 
 from cryptography.hazmat.backends import default_backend
 
@@ -11,6 +12,7 @@ from hybrid.module_imports import fast_imports
 
 with fast_imports():
     import matplotlib.backends.backend_svg
+    import matplotlib.style
     import pytest  # by modules of cases
     import support.cluster
     import support.forked_commands
@@ -30,5 +32,5 @@ def write_empty_svg(figure: Figure, file: TextIO, **_: Any) -> None:
     file.write("<svg></svg>")
 
 
-Figure.savefig = write_empty_svg  # type: ignore[assignment]
+Figure.subplots, Figure.savefig = MagicMock(), write_empty_svg  # type: ignore[assignment,method-assign]
 raise_on_signals()
