@@ -32,11 +32,12 @@ from support.commands import (
     settings,
     started,
 )
-from support.namespaces import needs_namespaces
+from support.namespaces import HAS_NAMESPACES, needs_namespaces
 
 from workers.cli import main
 
 STOP_SECONDS = 5.0
+ROLES = ("master", "trainer 0", "worker 0")
 # Docker's default profile and some distributions forbid namespaces.
 FORBID = 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"'
 
@@ -66,16 +67,21 @@ def served(port: int) -> str:
     return text()
 
 
-def test_launch_restarts_after_its_fork_server_was_killed(endless: list[str], tmp_path: Path) -> None:
+def test_launch_restarts_in_a_private_network_after_its_fork_server_was_killed(
+    endless: list[str], tmp_path: Path
+) -> None:
     overrides = settings(run={"folder": "run"}, cluster={"metrics_port": (port := free_port())})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
         command.await_step()
-        for role in ("master", "trainer 0", "worker 0"):
+        for role in ROLES:
             assert f'hybrid_role_memory_bytes{{role="{role}"}}' in served(port)
+        networks = {network_of(command.role(role)) for role in ROLES}
         command.role("master").parent().kill()
         assert eventually(lambda: command.stderr.endswith("\n"), COMMAND_SECONDS)
         steps, message = command.stdout.count("\nstep "), command.stderr
         assert eventually(lambda: command.stdout.count("\nstep ") > steps, COMMAND_SECONDS), command.stderr
+    assert len(networks) == 1
+    assert (network_of() in networks) == (not HAS_NAMESPACES), "the network of roles is private"
     assert re.fullmatch(
         r"hybrid launch: the process that starts the roles \(pid \d+\) has ended; steps \d+ to \d+ are lost, "
         r"(starting from the beginning|resuming from step \d+)\n",
@@ -137,7 +143,7 @@ def test_killed_launcher_leaves_nothing_behind(endless: list[str], tmp_path: Pat
     assert eventually(lambda: not ports & listening(psutil.net_connections()), 1.0)
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
     once = ["--set", "train.epochs=1"]
-    printed = output_of(["launch", "--resume", "auto", *endless, *keys, *once], tmp_path)
+    printed = output_of(["launch", "--resume", "auto", *endless, *keys, *ONE_EACH, *once], tmp_path)
     assert printed.startswith("resuming run\n")
 
 
@@ -153,15 +159,6 @@ def test_master_reports_missing_and_duplicate_roles(tiny: list[str], tmp_path: P
         "hybrid trainer 0: trainer 0 is already taken in this cluster: was it started twice?\n",
     ]
     assert not (tmp_path / "run").exists()
-
-
-@needs_namespaces
-def test_roles_share_a_private_network(endless: list[str], tmp_path: Path) -> None:
-    with started(["launch", *endless, *ONE_EACH], tmp_path) as command:
-        command.await_step()
-        networks = {network_of(command.role(name)) for name in ("master", "trainer 0", "worker 0")}
-    assert len(networks) == 1
-    assert network_of() not in networks
 
 
 @needs_namespaces

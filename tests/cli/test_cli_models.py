@@ -86,9 +86,8 @@ def test_example_reaches_the_score_of_the_page(
     assert scores_of(name, [], monkeypatch, capsys) == pytest.approx(scores, abs=0.003)
 
 
-@pytest.mark.parametrize(
-    ("update", "drawn"), [("lookahead", 0), pytest.param("lookahead", 64, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("update", "drawn"), [("lookahead", 0), ("lookahead", 64)])
 def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_path: Path) -> None:
     """The loss of the two towers depends on the items of all trainers, or on negatives of the step."""
     script = EXAMPLES / "two_towers.py"
@@ -97,19 +96,13 @@ def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_pa
     output_of(["compare", script, *options, "--", *arguments], tmp_path)  # fails if they differ
 
 
-# compare fails if results differ.
-COMPARE = ["compare", "--steps", "5", *settings(cluster={"workers": 1}), "--config"]
-
-
-def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
-    (tmp_path / "clicks.toml").write_text(code_block("docs/models.md", "toml", "history"))
-    write_shop(tmp_path / "clicks.csv", 400)
-    changed = settings(train={"batch_size": 100, "update": "lookahead"}, columns={"seen.max_ids": 3})
-    output_of([*COMPARE, "clicks.toml", *changed], tmp_path)
-
-
 @pytest.mark.long
-def test_retrieval_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
-    (tmp_path / "choices.toml").write_text(code_block("docs/models.md", "toml", "retrieval"))
+def test_history_and_retrieval_models_of_the_page_equal_one_process(tmp_path: Path) -> None:
+    """The command fails if results differ."""
+    write_shop(tmp_path / "clicks.csv", 400)
     write_choices(tmp_path / "choices.csv")
-    output_of([*COMPARE, "choices.toml"], tmp_path)
+    changed = settings(train={"batch_size": 100, "update": "lookahead"}, columns={"seen.max_ids": 3})
+    for name, kind, more in (("clicks", "history", changed), ("choices", "retrieval", [])):
+        (tmp_path / f"{name}.toml").write_text(code_block("docs/models.md", "toml", kind))
+        workers = settings(cluster={"workers": 1})
+        output_of(["compare", "--steps", "5", *workers, "--config", f"{name}.toml", *more], tmp_path)

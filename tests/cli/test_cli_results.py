@@ -72,14 +72,14 @@ def write_clicks(path: Path, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
-    """A run of three trainers with split tables; equal rows are in different positions of batches."""
+    """A run of two trainers with split tables; equal rows are in different positions of batches."""
     folder = tmp_path_factory.mktemp("clicks")
     file = folder / "clicks.csv"
     write_clicks(file, 1)
     write_clicks(folder / "train.csv", 2)
     arguments = settings(
         run={"folder": folder / "run"},
-        cluster={"trainers": 3},
+        cluster={"trainers": 2},
         data={
             "format": "csv",
             "path": folder / "train.csv",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos_run.run_comparison import differences
-from support.commands import OTHERS, TrainedRun, by_hand, output_of, result_of, run, settings
+from support.commands import ONE_EACH, OTHERS, TrainedRun, by_hand, output_of, result_of, run, settings
 from support.traces import slices
 
 from hybrid.checkpoint.checkpoint_folders import (
@@ -75,7 +75,7 @@ def test_results_are_printed_as_json(trained: TrainedRun, tmp_path: Path) -> Non
 
 def test_finished_run_is_not_changed(trained: TrainedRun, tmp_path: Path) -> None:
     folder = trained.copy(tmp_path)
-    ended = run(["launch", "--resume", folder], tmp_path)
+    ended = run(["launch", "--resume", folder, *ONE_EACH], tmp_path)
     assert ended.code == 1
     assert re.fullmatch(r"hybrid launch: train.epochs: .* 16 steps; .*\n", ended.stderr)
     for name in ("config.toml", "metrics.jsonl", "result.json"):
@@ -221,7 +221,7 @@ def test_text_files_train_a_model(
     (tmp_path / "custom_net.py").write_text(CUSTOM_NET)
     path = write(tmp_path / name, 400)
     sections["data"] |= {"path": path, "cache_folder": tmp_path / "cache"}
-    sections["train"] = sections.get("train", {}) | {"batch_size": 64, "epochs": 4}
+    sections["train"] = sections.get("train", {}) | {"batch_size": 64, "epochs": 3}
     folder = tmp_path / "run"
     launched = output_of(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)
     assert result_of(folder)["auc"] > 0.6

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 import pexpect
 import pytest
+from pexpect.fdpexpect import fdspawn
 from support.commands import (
     COMMAND_SECONDS,
     HYBRID,
-    LEFT_SECONDS,
     ONE_EACH,
     ROOT,
     TRAINER,
@@ -24,14 +25,16 @@ from support.commands import (
     eventually,
     fresh_secret,
     output_of,
-    processes_of,
     settings,
+    start_process,
     started,
 )
+from support.forked_commands import ForkedCommand
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 
 STOP_SECONDS = 10.0
+CTRL_C = "\x03"
 RUN = settings(run={"folder": "run"})
 CUSTOM_NET = """
 import time
@@ -165,26 +168,30 @@ def test_stop_before_the_first_step_is_immediate(
 
 
 @contextmanager
-def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[Any]:
-    """Run ``launch`` on its own terminal."""
-    command, *more = [*HYBRID, "launch", *arguments, *ONE_EACH, *RUN]
-    terminal = pexpect.spawn(
-        command,
-        more,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
-        encoding="utf-8",
-        codec_errors="replace",  # an echoed ^C may split a character
-        timeout=COMMAND_SECONDS,
-        dimensions=(24, 160),
+def on_a_terminal(arguments: list[str], folder: Path, *, afresh: bool) -> Iterator[tuple[Any, Command]]:
+    """Start ``launch`` on its own terminal, as :func:`started` does; yield the terminal and the command."""
+    words = ["launch", *arguments, *ONE_EACH, *RUN]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 160))
+    name, unused = os.ttyname(theirs), folder.with_name(f"{folder.name}-output")
+    for suffix in (".out", ".err"):
+        unused.with_suffix(suffix).touch()
+    process: Any
+    if afresh:
         # Children of a script's background processes ignore Ctrl-C.
-        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
-    )
+        shell = ["env", "--default-signal=INT", "sh", "-c", f'exec "$@" <{name} >{name} 2>&1', "sh"]
+        process = start_process([*shell, *HYBRID, *words], variables, unused, folder)
+    else:
+        process = ForkedCommand(words, folder, variables, Path(name))
+    command = Command(process, unused)
     try:
-        yield terminal
+        assert eventually(lambda: len(command.processes()) > 1, COMMAND_SECONDS)
+        os.close(theirs)
+        # An echoed ^C may split a character.
+        yield fdspawn(ours, encoding="utf-8", codec_errors="replace", timeout=COMMAND_SECONDS), command
     finally:
-        for process in processes_of(terminal.pid):
-            process.kill()
+        command.kill()
 
 
 @pytest.mark.parametrize(
@@ -195,29 +202,24 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
     secret_file = tmp_path / "secret"
     unsaved = [*endless, "--set", "checkpoint.keep_best=none", *fresh_secret(tmp_path)]
     secret = secret_file.read_text().strip()
-    with on_a_terminal(unsaved, tmp_path) as terminal:
+    with on_a_terminal(unsaved, tmp_path, afresh=not times) as (terminal, command):
         if times:
             terminal.expect("step [0-9]{2}/")
-            processes = processes_of(terminal.pid)
+            processes = command.processes()
             assert len(processes) >= 4
             for process in processes:
                 assert secret not in " ".join([*process.cmdline(), *process.environ().values()])
-        else:
-            assert eventually(lambda: len(processes_of(terminal.pid)) > 1, COMMAND_SECONDS)
         if times == 2:
-            for process in processes_of(terminal.pid):
-                if any("worker-0.log" in file.path for file in process.open_files()):
-                    process.suspend()
-        terminal.sendintr()
+            command.role("worker 0").suspend()
+        terminal.send(CTRL_C)
         if times:
             terminal.expect("(stopping after|saving) step [0-9]+; a second Ctrl-C")
         if times == 2:
-            terminal.sendintr()
+            terminal.send(CTRL_C)
         terminal.expect(pexpect.EOF, timeout=STOP_SECONDS)
         shown = terminal.before
+        assert command.wait().code == 130
         terminal.close()
-        assert terminal.exitstatus == 130
-        assert eventually(lambda: not processes_of(terminal.pid), LEFT_SECONDS)
         assert shown.rindex("\x1b[?25h") > shown.rfind("\x1b[?25l")
         # The message is on a line of its own: the line of the cursor was cleared.
         found = re.search(r"\r\x1b\[2K\x1b\[\?25hhybrid launch: stopped; (.*)\r\n$", shown)
@@ -230,11 +232,8 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
 
 @pytest.mark.long
 def test_closed_terminal_saves_and_stops_the_run(endless: list[str], tmp_path: Path) -> None:
-    with on_a_terminal(endless, tmp_path) as terminal:
+    with on_a_terminal(endless, tmp_path, afresh=True) as (terminal, command):
         terminal.expect("step [0-9]{2}/")
-        os.close(terminal.child_fd)
-        assert eventually(lambda: not processes_of(terminal.pid), STOP_SECONDS)
-        _, status = os.waitpid(terminal.pid, 0)
-        terminal.closed = terminal.terminated = True  # pexpect would wait again
-    assert os.waitstatus_to_exitcode(status) == 129
+        terminal.close()
+        assert command.wait(STOP_SECONDS).code == 129
     assert list_checkpoints(tmp_path / "run")

@@ -23,7 +23,7 @@ SMALL = settings(train={"batch_size": 200, "log_every_steps": 1}, cluster={"trai
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three days of a log."""
     path = tmp_path_factory.mktemp("every_day")
-    write_log(path / "log", "--days=3", "--rows=1800", "--users=100", "--items=60")
+    write_log(path / "log", "--days=3", "--rows=1000", "--users=100", "--items=60")
     return path
 
 

@@ -102,12 +102,13 @@ def test_run_completes_after_failures(plan: Plan, tiny: list[str], tmp_path: Pat
     (folder / FAULTS_FILE).write_text(json.dumps([(row.role, row.how, row.phase) for row in plan]))
     # A busy machine must not count as frozen.
     beat = HEARTBEAT_SECONDS if is_frozen else 10 * HEARTBEAT_SECONDS
+    sizes = {f"{kind}s": 1 + (f"{kind} 1" in [row.role for row in plan]) for kind in ROLES[1:]}
     keys = settings(
         run={"folder": folder},
         train={"update": ("sync", "lookahead")[PLANS.index(plan) % 2]},
         dense={"net": "support.faulty_net:build"},
         checkpoint={"every_steps": 4},
-        cluster={"max_restarts": len(plan), "heartbeat_timeout_seconds": beat},
+        cluster={"max_restarts": len(plan), "heartbeat_timeout_seconds": beat, **sizes},
     )
     for part in [plan[:1], plan[1:]] if plan[0].result == "ends" else [plan]:
         ended = run(["launch", *tiny, *keys], tmp_path)

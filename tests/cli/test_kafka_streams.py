@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli.test_streams import COMMON, assert_equal, final_state, records
-from support.commands import output_of, run, settings, started
+from support.commands import ONE_EACH, output_of, run, settings, started
 from support.mock_kafka import MockKafka
 
 SENT = 40  # rows of each partition per step: a quarter of the batch, 4 partitions
@@ -53,9 +53,9 @@ def common(kafka: MockKafka, topic: str, folder: str, hours: float = 0.0001) -> 
 def test_killed_and_resized_runs_lose_and_repeat_no_row(kafka: MockKafka, tmp_path: Path) -> None:
     for topic in ("whole", "parts"):
         send(kafka, topic, range(6))
-    with started(["launch", *common(kafka, "parts", "parts", 1)], tmp_path) as command:
+    with started(["launch", *common(kafka, "parts", "parts", 1), *ONE_EACH], tmp_path) as command:
         command.await_text("step 5 ")
-        command.role("trainer 1").kill()
+        command.role("trainer 0").kill()
         command.await_text("waiting for rows")
         for topic in ("whole", "parts"):
             send(kafka, topic, range(6, 9))
@@ -64,9 +64,9 @@ def test_killed_and_resized_runs_lose_and_repeat_no_row(kafka: MockKafka, tmp_pa
         assert command.wait().code == 130
     for topic in ("whole", "parts"):
         send(kafka, topic, range(9, 12))
-    more = [*stream(kafka, "parts"), *settings(cluster={"trainers": 1})]
+    more = [*stream(kafka, "parts"), *settings(cluster={"trainers": 2})]
     output_of(["launch", "--resume", "parts", *more], tmp_path)
-    printed = output_of(["launch", *common(kafka, "whole", "whole")], tmp_path)
+    printed = output_of(["launch", *common(kafka, "whole", "whole"), *ONE_EACH], tmp_path)
     assert "skipped 12 invalid row(s), such as whole:" in printed
     assert [each["num_samples"] for each in records(tmp_path / "parts", "unit")] == [12 * (4 * SENT - 1)]
     assert_equal(final_state(tmp_path / "parts"), final_state(tmp_path / "whole"), 1e-9)

@@ -142,11 +142,10 @@ class Command:
 def processes_of(session: int) -> list[psutil.Process]:
     """Return all living processes of a session."""
     found = []
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            is_zombie = process.status() == psutil.STATUS_ZOMBIE
-            if not is_zombie and os.getsid(process.pid) == session:
-                found.append(process)
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(psutil.Process(pid))
     return found
 
 

@@ -28,7 +28,7 @@ class ForkedCommand:
 
     Args:
         arguments: the words after ``hybrid``.
-        output: the output goes to the files of this name with the suffixes ``.out`` and ``.err``.
+        output: a terminal, or the name of files to which the suffixes ``.out`` and ``.err`` are added.
         host: a process whose namespaces the command enters; 0 for none. ``folder`` is a path in them.
     """
 
@@ -40,7 +40,7 @@ class ForkedCommand:
         output: Path,
         host: int = 0,
     ) -> None:
-        for file in _files(output):
+        for file in _files(output)[1:]:
             file.touch()
         context = fork_context()
         self._process = context.Process(
@@ -74,7 +74,7 @@ def _main(arguments: list[str], folder: Path, environment: dict[str, str], outpu
         signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path in enumerate((Path(os.devnull), *_files(output))):
+    for descriptor, path in enumerate(_files(output)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
@@ -87,8 +87,10 @@ def _main(arguments: list[str], folder: Path, environment: dict[str, str], outpu
         main(arguments)
 
 
-def _files(output: Path) -> tuple[Path, Path]:
-    return output.with_suffix(".out"), output.with_suffix(".err")
+def _files(output: Path) -> tuple[Path, Path, Path]:
+    if output.is_char_device():
+        return output, output, output
+    return Path(os.devnull), output.with_suffix(".out"), output.with_suffix(".err")
 
 
 class _Server(ForkProcess):

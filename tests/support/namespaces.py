@@ -87,13 +87,11 @@ def processes_in(first: int) -> list[psutil.Process]:
     return found
 
 
-@cache
-def _is_allowed() -> bool:
-    ways = (["--net"], ["--net", "--user", "--map-current-user"])
-    return any(subprocess.run(["unshare", *way, "true"], capture_output=True).returncode == 0 for way in ways)
-
-
+_WAYS = (["--net"], ["--net", "--user", "--map-current-user"])
+HAS_NAMESPACES = any(
+    subprocess.run(["unshare", *way, "true"], capture_output=True).returncode == 0 for way in _WAYS
+)
 needs_namespaces = pytest.mark.skipif(
-    not _is_allowed(), reason="needs user and network namespaces, which this system does not allow"
+    not HAS_NAMESPACES, reason="needs user and network namespaces, which this system does not allow"
 )
 needs_hosts = pytest.mark.skipif(bool(hosts_refused()), reason=hosts_refused())
