@@ -110,7 +110,7 @@ def manifest(config: RunConfig, cache: Path) -> DataManifest:
 def test_prepared_data_are_those_of_joined_files(folder: Path, kind: str) -> None:
     """The log has missing items, and items without a row; a side table is joined by a column of another."""
     expected = manifest(configure(folder, f"joined.{kind}"), folder / "cache").stored
-    for side in ("csv", "gz", "parquet"):
+    for side in ("gz",) if kind == "csv" else ("csv", "parquet"):
         config = configure(folder, f"log.{kind}", side)
         check_columns(config)
         assert manifest(config, folder / "cache").stored == expected

@@ -254,7 +254,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
 MANY = settings(
-    max_examples=75,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -164,6 +164,7 @@ def test_exported_models_have_keys_as_inputs(
     monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
     run, served = tmp_path / "run", tmp_path / "served"
     data: dict[str, object] = {"vocabulary": 'grow(unknown = "zeros")', "sparse": ["user", "tags"]}
+    data["dense"] = []
     sections: dict[str, dict[str, object]] = {"data": data, "columns.user": {"vocabulary": "grow"}}
     sections["columns.tags"] = {"pooling": "max"}
     grown = write_grown(run, clicks_config(tmp_path, **sections))
