@@ -156,17 +156,17 @@ def test_rows_of_a_block_are_shuffled_unless_the_order_is_kept(tmp_path: Path) -
     assert orders[1] == orders[2] != orders[0]
 
 
-def test_lanes_and_units_of_equal_size_are_shuffled_differently(tmp_path: Path) -> None:
+def test_files_lanes_and_units_of_equal_size_are_shuffled_differently(tmp_path: Path) -> None:
     for day in range(2):
-        for part in range(5):
-            write(tmp_path / f"day={day}/{part}.parquet", table(day, 4000))
+        for part in range(10):  # two in each lane
+            write(tmp_path / f"day={day}/{part}.parquet", table(day, 2000))
     config, unit, orders = configure(str(tmp_path / "day=*")), None, []
     _, encoder = first_unit(config)
     while (unit := FileSource(config, pytest.fail).find(unit)) is not None:
         for batches in read(config, unit, encoder, 5):
-            numbers = torch.cat([batch.dense_features[:, 0] for batch in batches])
-            orders.append(tuple((numbers - numbers.min()).tolist()))
-    assert len(orders) == len({*orders}) == 10
+            for numbers in torch.cat([batch.dense_features[:, 0] for batch in batches]).chunk(2):
+                orders.append(tuple((numbers - numbers.min()).tolist()))
+    assert len(orders) == len({*orders}) == 20
 
 
 def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
