@@ -182,6 +182,8 @@ def test_each_initial_row_is_at_the_worker_of_its_key(tmp_path: Path) -> None:
     with closing(Workers(table, 3)) as actual:
         assert torch.equal(actual.read(compute_keys(pa.array(values)).tolist(), 0), rows[1:])
         assert sum(host.take_counts()["t"]["rows"] for host in actual.hosts.values()) == len(values)
+        actual.save(tmp_path / "saved", 0)
+        actual.load(tmp_path / "saved", 0)  # which refuses rows of keys that are not admitted
 
 
 def test_lookups_during_updates_read_the_right_rows() -> None:
