@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.checkpoints import flip_a_bit, start_before
+from support.choices import choices_config
 from support.cluster import Clusters, small_config
 from support.commands import ROOT
 from support.stopped_runs import InterruptedRunError, View, saved_steps, train
@@ -32,6 +33,7 @@ from hybrid.inference import table_export
 from hybrid.inference.trained_module import TrainedModule
 from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.cli import main
+from workers.cli.model_commands import export_followed, export_run
 from workers.cluster_task import TrainTask
 from workers.controller.stream_session import StreamSession
 from workers.jobs.training_job import Training
@@ -233,6 +235,23 @@ def test_export_follows_a_run(
         hybrid.load(served)
     with pytest.raises(SystemExit):
         main([*arguments, "--follow", "--dtype", "bfloat16"])
+
+
+def test_followed_items_are_those_of_the_newest_model(
+    clusters: Clusters, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, deltas = tmp_path / "run", {"deltas": "every(steps = 1, seconds = 0)", "keep_last": 99}
+    with ThreadPoolExecutor() as pool:
+        exported = pool.submit(export_followed, run, tmp_path / "served", ["items"])
+        clusters.get(2, 2).run(train, choices_config(tmp_path, checkpoint=deltas), cache, run)
+        exported.result()
+    assert capsys.readouterr().out.startswith(f"waiting for a run with checkpoint.deltas in {run}\n")
+    start_before(run, 1)  # in case the export began late
+    export_followed(run, tmp_path / "served", ["items"])
+    export_run(step_folder(run, max(saved_steps(run))), tmp_path / "once", ["items"], None)
+    served = json.loads((tmp_path / "served/current.json").read_text())["folder"]
+    found = [pq.read_table(tmp_path / name / "items.parquet") for name in (f"served/{served}", "once")]
+    assert found[0].equals(found[1])
 
 
 def train_stream(cluster: JoinedCluster, config: RunConfig, run: Path, last: int = 0, saved: int = 0) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE
+from hybrid.checkpoint.deltas import DeltaChain
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.parse.input_files import list_files
@@ -135,19 +136,17 @@ def predict(
     """
     check_new(output)
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
-    tasks = model.trained.config.all_tasks
+    config = model.trained.config
     items = None if top_k is None else Items(model, "--top-k")
 
     def predicted(batch: Batch) -> dict[str, Any]:
         outputs_BO = model.predict(batch).tie_equal_samples().outputs
         if items is not None and top_k is not None:
             return items.search(outputs_BO, top_k)
-        columns = prediction_columns(tasks, outputs_BO)
+        columns = prediction_columns(config.all_tasks, outputs_BO)
         return {name: pa.array(values_B.numpy()) for name, values_B in columns.items()}
 
-    written = (
-        SEARCHED if items else prediction_columns(tasks, torch.zeros(0, model.trained.config.num_outputs))
-    )
+    written = SEARCHED if items else prediction_columns(config.all_tasks, torch.zeros(0, config.num_outputs))
     names = (ROW, *written)
     for index, name in enumerate(keep):
         if name in names:
@@ -186,9 +185,8 @@ def _standard_input(
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
     if os.isatty(descriptor):
-        layout = rows.layout
-        names = ", ".join(layout.required)
-        header = "" if layout.data.columns else ", after a line with their names"
+        names = ", ".join(rows.layout.required)
+        header = "" if rows.layout.data.columns else ", after a line with their names"
         print_line(f"waiting for rows with {names}{header}; Ctrl-D ends the input", to_stderr=True)
     return rows
 
@@ -309,7 +307,9 @@ def export_followed(
     program_export.check_packages(formats)
     folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}
     kept = [path for name, path in folders.items() if _EXPORTED_STEP.fullmatch(name)]
-    in_memory = bool(_PROGRAMS & {*formats})
+    in_memory = {*formats} != {"tables"}  # the other formats need the changes
+    if DeltaChain.read(run) is None:
+        print_line(f"waiting for a run with checkpoint.deltas in {run}")
     tables: TableExport | None = None
     for model, changes in follow_changes(run, trust_code=trust_code, in_memory=in_memory):
         if tables is None or tables.model is not model:
