@@ -322,7 +322,7 @@ class Ranking:
         self.ranks_N = np.arange(len(order_N)) - starts_G[self.groups_N]
 
     def gauc(self) -> float:
-        """Return the mean AUC of the groups, weighted by their sizes (Zhou et al. 2018, equation 7)."""
+        """Return the size-weighted mean AUC of groups with both labels (Zhou et al. 2018, eq. 7), or NaN."""
         is_positive_N = self.labels_N > 0
         positives_G = _sums(self.groups_N, is_positive_N)
         pairs_G = positives_G * (self.group_sizes_G - positives_G)

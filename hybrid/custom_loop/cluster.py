@@ -286,8 +286,8 @@ class Cluster:
         The module is called with each batch, in evaluation mode and without gradients. It must return outputs
         (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
         there is one task ``label`` with binary labels and logits as outputs. After :meth:`resume`, the
-        checkpoint of the best evaluation is kept; ``checkpoint.keep_best`` names the metric. A restarted
-        script gets the results of earlier evaluations between passes from its checkpoint.
+        checkpoint of the best evaluation is kept; ``checkpoint.keep_best`` names the metric. If a
+        restarted script repeats a call between passes, the result comes from its checkpoint.
 
         Args:
             data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task. The

@@ -377,7 +377,7 @@ class Embedding(TableModule):
 
         Raises:
             DataError: an id is not a row of the table.
-            RuntimeError: the module is not distributed, or has no batch but gradients are enabled.
+            RuntimeError: not distributed; or called outside a batch without ``torch.no_grad()``.
             TypeError: ``ids`` are not integers.
         """
         call = self.call(ids)
@@ -454,8 +454,8 @@ class EmbeddingBag(TableModule):
         Args:
             ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
             offsets: where each bag starts.
-            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". If weights
-                require gradients, the trainer looks up the rows in this call, and pools them.
+            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". For
+                weights that require gradients, rows are not prefetched, and the trainer pools them.
 
         Raises:
             DataError, ValueError: the arguments do not match, or there are weights and ``mode`` is not "sum".

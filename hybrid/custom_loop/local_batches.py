@@ -314,7 +314,7 @@ def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
 
 
 def pad_from_others(values: dict[str, Column], size: int, trainers: TrainerGroup) -> Any:
-    """Return this trainer's slice, ``values`` of ``size`` samples; if empty, a sample of another trainer.
+    """Return ``values``, this trainer's slice; if its ``size`` is 0, return a sample of another trainer.
 
     All trainers call it together. At least one slice must have a sample.
     """

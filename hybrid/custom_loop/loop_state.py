@@ -258,9 +258,9 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 
 
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
-    """Return whether a stored state has the structure and types of the state ``current`` of an object.
+    """Return whether the entries of a stored state have the types of ``current``; dicts may lack entries.
 
-    With ``has_more``, a dict of the stored state may have further entries, if they are numbers.
+    Further entries must be numbers. Without ``has_more``, the outermost dict has no further entries.
     """
     if isinstance(current, dict):
         return isinstance(value, dict) and all(

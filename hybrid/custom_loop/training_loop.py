@@ -319,7 +319,7 @@ class TrainingLoop:
                 self.advance(step_states.LEAVE_PASS)
 
     def flush(self) -> None:
-        """Wait until the workers have all gradients; RuntimeError if a step with gradients is incomplete."""
+        """Wait until workers have all gradients; RuntimeError between a step's first backward and its end."""
         step_states.FLUSH.state_after(self._state, self.step)
         self._engine.feed.flush()
 

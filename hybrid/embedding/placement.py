@@ -203,14 +203,14 @@ def should_trainers_pool(
 ) -> bool:
     """Return whether trainers pool the bags of a table.
 
-    With ``pooled_by`` "auto", they pool if this more than halves the bytes. Trainers always do max pooling
-    for a split table: the gradient goes to the first of equal values in a bag, and a worker with some of the
-    rows cannot tell which value is first. Trainers always pool the bags of growing tables, so that workers
-    receive each key once.
+    With ``pooled_by`` "auto", they pool if this more than halves the sent bytes. Trainers always do max
+    pooling for a split table: the gradient goes to the first of equal values in a bag, and a worker with some
+    of the rows cannot tell which value is first. Trainers always pool the bags of growing tables, so that
+    workers receive each key once.
 
     Args:
         num_shards: number of workers that hold the table.
-        ids_per_sample: see :func:`bag_sizes`. With "auto", workers pool if it has no feature of the table.
+        ids_per_sample: see :func:`bag_sizes`. With "auto", workers pool a table without a feature here.
         samples: number of samples of a trainer's lookup; 0 if unknown. With "auto", workers then pool.
         wire_bytes_per_value: bytes of each sent value; None if values are sent as they are stored.
     """

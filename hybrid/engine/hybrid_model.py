@@ -171,7 +171,7 @@ class HybridModel(nn.Module):
         return f"the first values that are not finite are in {' and in '.join(first)}" if first else ""
 
     def _repeat(self, inputs: NetInputs) -> Tensor:
-        """Compute the local net again from stored inputs, eagerly and without other trainers."""
+        """Repeat the forward pass of this trainer's net on stored inputs, eagerly and alone."""
         with local_statistics():
             hidden_BH = self.net.interaction(self.net.bottom(inputs.dense_BF), inputs.pooled_BE)
             outputs_BO: Tensor = self.net.head(hidden_BH if inputs.remote_BH is None else inputs.remote_BH)

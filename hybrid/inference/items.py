@@ -1,4 +1,4 @@
-"""The items of a trained model with a retrieval task, for evaluation, search, and an index."""
+"""Evaluation, search and vector export for the items of a retrieval model."""
 
 from functools import cached_property
 from pathlib import Path

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 class DenseNet(nn.Module):
     """A net of three stages: ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
-    ``pooled_BE`` concatenates the pooled embeddings of the columns of ``data.sparse``, in this order. A
-    column with ``pooling = none`` has a sequence. In built-in subclasses, O is ``num_outputs``.
+    ``pooled_BE`` concatenates the pooled embeddings of the columns of ``data.sparse``, in this order; for
+    ``pooling = none``, the vectors of a sequence and its length. In built-in nets, O is ``num_outputs``.
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:

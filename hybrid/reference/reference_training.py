@@ -141,7 +141,7 @@ class Reference:
 
     @property
     def parameter_names(self) -> tuple[list[str], list[str]]:
-        """The parameter names of a trainer's net and of the remote net, in the order of the modules."""
+        """The parameter names of a trainer's net and of the net on a worker, in the order of modules."""
         remote = self.remote_net or nn.Module()
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
@@ -332,7 +332,7 @@ def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterato
     """Yield the factor of all learning rates in each step; the iterator is infinite.
 
     The rate rises in the first ``warmup_steps`` and then follows ``schedule.kind``. After the last step of
-    the schedule, the rate is constant.
+    the schedule, if it has one, the rate is constant.
     """
     rising = lr_scheduler.LinearLR(
         _unit_rate(), section.call["initial_factor"], total_iters=section.warmup_steps

@@ -129,7 +129,7 @@ class MemoryPair:
 
     @classmethod
     def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":
-        """Map the memory of a descriptor, which the caller closes; errors as in :func:`map_memory`."""
+        """Map a descriptor's memory; the caller closes the descriptor. Errors as in :func:`map_memory`."""
         return cls(memoryview(map_memory(descriptor, cls.NUM_BYTES)), writes_first_half)
 
 

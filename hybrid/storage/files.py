@@ -202,7 +202,7 @@ def read_blocks(path: StoragePath, root: StoragePath | None = None) -> Iterator[
 
 
 def compute_checksum(path: StoragePath, root: StoragePath | None = None) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal; ``root`` is as for :func:`open_reader`."""
     digest = hashlib.sha256()
     for block in read_blocks(path, root):
         digest.update(block)

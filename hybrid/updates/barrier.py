@@ -152,7 +152,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._run_update(*update)
 
     def squared_norm(self, step: int) -> Future[float]:
-        """Return a future of the squared norm of a step's gradients; only for rules with an update guard."""
+        """Return a future of the squared norm of a step's gradients, if ``rules.has_update_guard``."""
         future: Future[Any] = Future()
         with self._changed:
             self._norm_step = max(self._norm_step, step)

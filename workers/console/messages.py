@@ -97,7 +97,7 @@ def json_text(values: Mapping[str, Any]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` on one line, with an escape such as ``\\x1b`` for each invisible character.
+    """Return ``text`` on one line; control characters become escapes such as ``\\x1b``.
 
     Text from files (column names, values, paths) could otherwise move the cursor, change colors, or run from
     right to left.

@@ -73,7 +73,7 @@ class Session:
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
         data_folder: the folder of the prepared data set; None for a stream.
         encoder: the encoder of a stream; without it, numbers and ids stay unchanged.
-        encoder_folder: folder with the encoder of a stream, if the run has an initial model.
+        encoder_folder: a copy of ``encoder`` for the workers, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
         warn: called with each warning about the dense net or the initial model.
 

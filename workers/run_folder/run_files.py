@@ -151,7 +151,7 @@ class RunFolder:
         self._loggers.finish(replace_non_finite(result))
 
     def write_report(self, result: Mapping[str, Any]) -> None:
-        """Write report.html. For a stopped run, ``result`` contains only the tables."""
+        """Write report.html. For a stopped run, ``result`` has only the key "tables": their placement."""
         _write_text(self.report, report_page([read_run(self.path, result)]))
 
     def close(self, seconds: float = FAILED_SECONDS) -> None:

@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The names of the columns to read from a file and its path, but not from side tables."""
+        """The columns to read from a file or its path (``day=1/``), not from side tables."""
         joined = self.joined
         return tuple(dict.fromkeys(name for _, name in self.keys_and_columns if name not in joined))
 

@@ -118,7 +118,7 @@ class StreamCursor:
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return the encoder for the unit. With ``scaling_momentum``, its scaling follows each new unit.
+        """Return the encoder for ``self.unit``. With ``scaling_momentum``, a new unit shifts its scaling.
 
         Raise ConfigError if a file lacks a column; DataError or StorageError if the unit cannot be read.
         """

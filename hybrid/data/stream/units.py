@@ -135,10 +135,10 @@ class FileSource:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of each of at most 32 evenly spread segments.
+        """Yield the first block of up to 32 evenly spread segments of the unit.
 
         Raise ConfigError if a file lacks a column, StorageError if a file is refused, and DataError if there
-        is no unit, it cannot be read, or all rows of the sample, or its first 10,000, are invalid.
+        is no unit, it cannot be read, or the first 10,000 rows of the sample (or all) are invalid.
         """
         if unit is None:
             paths = ", ".join(self._config.data.path)

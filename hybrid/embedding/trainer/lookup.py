@@ -36,7 +36,7 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Convert gradients of outputs to gradients of responses; no slices, since RPC sends whole storages.
+        """Convert output gradients to response gradients that fill their storages: RPC sends storages.
 
         Args:
             grads: with several outputs, None for an output that the loss does not use.
@@ -44,7 +44,7 @@ class OutputLayout(Protocol):
 
 
 class TableSources:
-    """The tables of each worker, and pending messages that carry gradients but no lookup."""
+    """The tables of each worker, and pending messages with gradients but without a lookup."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.by_worker = sources
@@ -59,7 +59,7 @@ class TableSources:
             each.wait()
 
     def flush(self) -> None:
-        """Wait until the messages that carry gradients but no lookup have arrived; raise their errors."""
+        """Wait until the pending messages have arrived; raise their errors."""
         sent = self._sent
         self._sent = []
         for each in sent:
@@ -119,8 +119,7 @@ class Lookup:
         """Wait for the responses, and return the outputs. Call this once; it frees the responses.
 
         Raises:
-            ClusterError: the requests were never sent, because the lookup that should carry them has sent no
-                gradients.
+            ClusterError: the requests, which go with the gradients of an earlier lookup, were never sent.
             Exception: an error of a worker or of its connection.
         """
         if self._responses.keys() != self._items.keys():

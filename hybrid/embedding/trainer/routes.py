@@ -137,7 +137,7 @@ class DistinctRows(NamedTuple):
         return torch.cat(self.parts(responses)), self.ranks()
 
     def parts(self, responses: Responses) -> list[Tensor]:
-        """Return the distinct rows, slot by slot."""
+        """Return the distinct rows, one tensor for each slot of the responses."""
         return [responses[worker][index] for (worker, index), _, _ in self.slots]
 
     def ranks(self) -> Tensor:
@@ -243,7 +243,7 @@ class _Sequences(NamedTuple):
 
 
 class BagRoute:
-    """The route of features that workers pool. Their tables are in the same groups (:class:`ShardGroup`)."""
+    """The route of features that workers pool. Each :class:`ShardGroup` of the route has all their tables."""
 
     def __init__(
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool

@@ -232,13 +232,13 @@ def _insert(slots_S2: Ints, logs_N: Ints, keys_U: Ints, values_U: Ints) -> None:
 
 
 class KeyMap:
-    """The keys of a shard of a growing table, their rows, and their records. Not thread-safe.
+    """The keys of a shard of a growing table, with their rows and use counts. Not thread-safe.
 
     Args:
         capacity: the largest number of rows that fit into memory.
 
     Attributes:
-        num_rows_N: number of keys with rows, by bucket.
+        num_rows_N: number of keys with rows in each of the 1,024 buckets.
         end: the first row that has never been used; later rows have not been used either.
     """
 
