@@ -4,7 +4,7 @@ The workers hold and update the rows, so rows are no parameters of the module. D
 call its tables.
 
 Each table has an optimizer from a function below, which raises ValueError for an argument out of range.
-Arguments are named as in ``torch.optim``, where it has them; its ``SGD`` with momentum is ``Momentum`` here.
+Arguments that ``torch.optim`` has, too, have the same names. ``Momentum`` is its ``SGD`` with momentum.
 With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step
 updates only the rows that its batch reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
@@ -138,8 +138,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: equal for two calls of a table with the same, unchanged tensors, which thus get the same vectors.
-            Other tensors cannot have this key while the call exists.
+        key: equal for two calls of a table with the same, unchanged tensors. Such calls share their vectors.
+            Calls with other tensors have other keys while this call exists.
     """
 
     module: TableModule

@@ -299,7 +299,7 @@ def count_batches(data: Any, slicing: Slicing) -> tuple[int, int]:
 
 
 def cut_last(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
-    """Yield the batches, but cut batch number ``num_steps`` (from 1) to ``size`` samples if not 0.
+    """Yield the batches. If ``size`` is not 0, cut batch number ``num_steps`` (from 1) to ``size`` samples.
 
     So ``hybrid compare`` tests a smaller last batch, even if its steps end before the last batch of the data.
     """
@@ -336,7 +336,7 @@ def _of_json(code: list[tuple[str, list[Any]]]) -> Column:
 
 
 def checksum(batch: Any, number: int) -> int:
-    """Return a checksum of a batch, which is the batch with index ``number`` in its pass.
+    """Return a checksum of the batch with index ``number`` in its pass.
 
     For speed, the checksum covers all tensors of the first batch, but only one tensor of each later batch.
     For a tensor of 8 KiB or more, it detects most changes of the order of values, but not all.
@@ -495,8 +495,8 @@ class PreparedData(EncodedData):
         """Yield a trainer's slice of each batch of pass ``epoch``, starting at ``first_sample``.
 
         Raises:
-            DataError: ``slicing.whole`` is not ``group``; or it is, but the data have no groups, are shuffled
-                by lanes, or have a group that is larger than a batch.
+            DataError: ``slicing.whole`` is neither None nor "group". With "group": the data have no groups,
+                are shuffled by lanes, or have a group that is larger than a batch.
         """
         if slicing.whole not in (None, GROUP):
             raise DataError(

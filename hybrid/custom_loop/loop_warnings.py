@@ -38,7 +38,7 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if a learning rate has changed, but those of the tables cannot: [schedule] is constant.
+        """Warn if a learning rate has changed, while section [schedule] keeps the tables' rates constant.
 
         Raises:
             RuntimeError: the momentum or the betas have changed, and the optimizer of a table has momentum.

@@ -284,7 +284,7 @@ class TrainingLoop:
         """Yield the columns of each micro-batch, and call ``before_step`` before each step.
 
         Raises:
-            RuntimeError: the script has not completed a batch, called ``load``, or began another pass.
+            RuntimeError: the script has called ``load``, begun another pass, or not completed a batch.
         """
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
@@ -335,8 +335,8 @@ class TrainingLoop:
     def vectors(self, call: TableCall) -> Tensor:
         """Return the vectors of a call of a table: one per bag, or one per id that is no padding.
 
-        They were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``, the
-        script may change them in place, without an effect on other calls.
+        The vectors were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``,
+        the script may change them in place, without an effect on other calls.
 
         Raises:
             RuntimeError: gradients are enabled, and the script has no training batch.

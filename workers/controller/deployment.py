@@ -84,7 +84,7 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint before it is written: the roles keep its parts in memory."""
+    """A checkpoint before it is written: every role has prepared its part in memory."""
 
     folder: StoragePath
     manifest: Manifest  # without the list of files

@@ -291,7 +291,7 @@ class Trainer:
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
-        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if that is another net.
+        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if it has another net.
 
         The state of the optimizer is loaded if ``has_state``, else reset. Background reading of data ends.
         """

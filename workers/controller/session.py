@@ -359,7 +359,7 @@ class DatasetSession(Session):
     ConfigError or DataError if a held-out split is empty, or a metric or ranking loss does not fit the data.
 
     Attributes:
-        ended_unit: the name of a unit of a stream that has ended, until the caller sets it to an empty text.
+        ended_unit: the name of the stream's unit that has ended last; the caller resets it to "".
         is_delta_due: whether the event time of the last step of a stream makes a delta due.
         steps_per_epoch, total_steps: number of steps of an epoch, and of the run.
         reports: by split, the numbers of rows, invalid rows, labels and unknown values.

@@ -51,7 +51,7 @@ def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
 
 
 def advance_unit(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
-    """Return ``unit`` after ``num_steps`` more steps: ``step`` and ``offsets`` move, ``lanes`` do not."""
+    """Return ``unit`` with ``step`` and ``offsets`` advanced by ``num_steps`` steps."""
     offsets = zip(unit.offsets, _rows_of_step(config, unit), strict=True)
     moved = tuple(offset + num_steps * rows for offset, rows in offsets)
     return replace(unit, step=unit.step + num_steps, offsets=moved)
@@ -177,7 +177,7 @@ class Topic:
         return float(self._config.data.stream_call["wait_hours"])
 
     def end(self, at: StreamUnit | None) -> str:
-        """Return a warning if rows after ``at`` are left, too few for a step; otherwise, an empty text."""
+        """Return a warning if the topic has rows after ``at``, but too few for a step; else an empty text."""
         if at is None or not any(rows := self.count_rows(at)):
             return ""
         behind = min(range(len(rows)), key=rows.__getitem__)

@@ -91,7 +91,7 @@ class Lane:
         return block is not None
 
     def read_until(self, end: int) -> list[EncodedBlock]:
-        """Return the next rows, at least one, until the lane has returned ``end`` in all; [] at its end."""
+        """Return the rows before row ``end`` of the lane, and at least one; [] at the end of the lane."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -166,11 +166,11 @@ class LaneReader:
         return BatchStream(self._read())
 
     def positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position of each lane of this trainer after ``step`` steps, or after its last batch."""
+        """Return the position of each lane of this trainer after ``step`` steps, or at the lanes' ends."""
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far; raise the errors of :meth:`InvalidRowLog.finish` by lane."""
+        """Return the invalid rows read so far; DataError if a lane has too many."""
         return InvalidRowReport.merge([lane.log.finish() for lane in self._lanes.values()])
 
     def _current(self) -> dict[int, LanePosition]:

@@ -59,7 +59,7 @@ class StreamCursor:
 
     Attributes:
         source: finds units.
-        unit: the unit that is read; None before the first, between two, and after an error of :meth:`scale`.
+        unit: the unit that is read; None before the first unit, between units, and if :meth:`scale` fails.
         last: the unit before ``unit``, or None.
         num_ready: the number of further steps of ``unit`` whose rows exist; for files, a huge number.
         is_waiting: whether the run has waited so long for rows that the wait was reported.

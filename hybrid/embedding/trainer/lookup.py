@@ -36,7 +36,7 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Convert output gradients to response gradients that fill their storages: RPC sends storages.
+        """Yield the gradient of each response. It fills its storage, since RPC sends whole storages.
 
         Args:
             grads: with several outputs, None for an output that the loss does not use.
@@ -137,7 +137,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the vectors of all workers in order. Zeros after them are ignored."""
+        """Return the outputs, given the vectors of all workers in order; later zeros are ignored."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)

@@ -51,7 +51,7 @@ Locations: TypeAlias = Sequence[Sequence[Location]]  # locations of the shards o
 
 
 def append(items: Items, worker: int, item: Item) -> Slot:
-    """Append a request to a worker's message, and return the slot of its response."""
+    """Append a request to a worker's message; return the worker, and the index of the response."""
     items[worker].append(item)
     return worker, len(items[worker]) - 1
 
@@ -107,7 +107,7 @@ class AddressSpace:
         kernels.write_addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
 
     def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> DistinctRows:
-        """Append one request per segment to ``items``, with its distinct rows; return the assembler.
+        """Append a request for the distinct rows of each segment to ``items``; return the assembler.
 
         Args:
             shape_BFD: shape of the vectors, with one vector per address.
@@ -137,7 +137,7 @@ class DistinctRows(NamedTuple):
         return torch.cat(self.parts(responses)), self.ranks()
 
     def parts(self, responses: Responses) -> list[Tensor]:
-        """Return the distinct rows, one tensor for each slot of the responses."""
+        """Return the distinct rows, one tensor for each request."""
         return [responses[worker][index] for (worker, index), _, _ in self.slots]
 
     def ranks(self) -> Tensor:
@@ -150,12 +150,12 @@ class DistinctRows(NamedTuple):
         return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of each slot's rows, summed over equal ids; ``grad_BFD`` may be (L, D)."""
+        """Return the gradients of each response, summed over equal ids; ``grad_BFD`` may be (L, D)."""
         single_ids = Bags(torch.from_numpy(self.order_L))  # without offsets, each id is a bag
         return self.gradients_of_bags(single_ids, grad_BFD.flatten(0, -2))
 
     def gradients_of_bags(self, bags: Bags, grad_ND: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of each slot's rows; ``grad_ND`` has the gradients of the pooled ``bags``."""
+        """Return the gradients of each response; ``grad_ND`` has the gradients of the pooled ``bags``."""
         ranks_U = np.arange(len(self.starts_V) - 1, dtype=self.order_L.dtype)
         grouped = GroupedBags(bags, (ranks_U, self.starts_V, self.order_L), grad_ND.dtype)
         gradients = RowGradients(grouped, grad_ND)
@@ -260,7 +260,7 @@ class BagRoute:
             self._groups.append((of_group[0], bases_FS))
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
-        """Append a request for pooled vectors per group; return the assembler of the responses."""
+        """Append a request for pooled vectors per ``ShardGroup``; return the assembler of the responses."""
         is_partial = len(self._groups) > 1
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
         slots = []
