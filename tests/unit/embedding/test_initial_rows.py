@@ -55,10 +55,10 @@ def test_initial_rows_have_their_distribution(
 @pytest.mark.parametrize("init", ["uniform", "normal"])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_shards_have_the_rows_of_the_whole(count: int, init: str) -> None:
-    whole = random_rows(100, 5, init=init)
+    whole = random_rows(300, 500, init=init)  # more than a block
     for index in range(count):
         expected = whole[index::count]
-        assert torch.equal(random_rows(len(expected), 5, shard=(index, count), init=init), expected)
+        assert torch.equal(random_rows(len(expected), 500, shard=(index, count), init=init), expected)
 
 
 def test_initial_rows_do_not_change_between_versions() -> None:
