@@ -87,7 +87,7 @@ class Backend:
     def prepare_data(self) -> str:
         """Convert the data of section [data] to arrays, if not yet done; return their path or URL.
 
-        ConfigError or DataError if the data cannot be prepared.
+        ConfigError, DataError or StorageError if the data cannot be prepared.
         """
         raise NotImplementedError
 

@@ -118,7 +118,7 @@ class Cluster:
 
         Raises:
             ConfigError: the configuration has no stream, a column is missing, or two columns have one name.
-            DataError: there are no rows, or they cannot be read.
+            DataError, StorageError: there are no rows, or they cannot be read.
             RuntimeError: the script has already called :meth:`resume`.
         """
         if self._root is not None:
@@ -174,7 +174,7 @@ class Cluster:
 
         Raises:
             CheckpointError: the checkpoint at the end of a stream cannot be written.
-            ConfigError: a later file of a stream lacks a column.
+            ConfigError, StorageError: a later file of a stream lacks a column, or is refused.
             DataError: a batch or a file is invalid, or trainers have different batches; or the samples of a
                 group are not adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
@@ -348,7 +348,7 @@ class Cluster:
             CheckpointError: the checkpoint has another model, data or objects, or all are damaged; or
                 ``folder`` is itself a checkpoint.
             ConfigError: another run uses the folder, or the folder cannot be created.
-            DataError: the state of an object has a value that a checkpoint cannot store.
+            DataError: a checkpoint cannot store the state of an object, or a file of the stream has changed.
             RuntimeError: the script has already called :meth:`resume`, or has begun the first step.
             ValueError: ``every_steps`` is below 1.
         """

@@ -39,7 +39,8 @@ class StreamData(EncodedData):
 
     Raises:
         ConfigError: see :meth:`Cluster.stream`; or ``hybrid compare`` cannot read the rows twice.
-        DataError: the first unit is missing, or cannot be read. Methods raise both errors for later units.
+        DataError, StorageError: the first unit is missing, or cannot be read. Methods raise these errors for
+            later units.
     """
 
     def __init__(self, backend: Backend, report: Callable[[str], object]) -> None:
@@ -157,7 +158,8 @@ class StreamData(EncodedData):
 
         Raises:
             CheckpointError: the checkpoint has no position in a stream, or other columns.
-            DataError: a file of the unit has changed since the checkpoint, or the source cannot be read.
+            DataError: a file of the unit has changed since the checkpoint.
+            ConfigError, DataError, StorageError: the topic or a side table cannot be read.
         """
         self._cursor.restore(stored)
         encoder = FeatureEncoder.load(stored.files_folder)

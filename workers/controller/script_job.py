@@ -268,7 +268,7 @@ class Script(Backend):
 def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run a Python file as a program, with imports from its folder and the working directory.
 
-    ``sys.argv`` and ``sys.path`` stay changed. HybridError if the file calls ``sys.exit`` with an error.
+    ``sys.argv`` and the import path stay changed. HybridError if the file calls ``sys.exit`` with an error.
     """
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))

@@ -82,7 +82,7 @@ class SharedFolders:
             _check(_DATA_KEY, manifest, files.read_bytes(manifest), dict.fromkeys(trainers, False))
 
     def check_run(self, run: StoragePath) -> None:
-        """Check that all roles see the run folder, and that roles that write checkpoints can write there.
+        """Check that all roles see the run folder, and that workers and trainer 0 can write there.
 
         RemoteError if a role fails the check; CheckpointError or StorageError if the master cannot write.
         """

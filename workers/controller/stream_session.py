@@ -169,7 +169,8 @@ class StreamSession(DatasetSession):
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint, and continue at its position in the stream; errors as in :meth:`Session.load`.
 
-        CheckpointError if it has no such position; ConfigError or DataError if its unit cannot be continued.
+        Raise CheckpointError without such a position; ConfigError, DataError or StorageError if its unit
+        cannot be continued.
         """
         self._cursor.restore(stored)
         if self.unit is not None:
