@@ -39,8 +39,7 @@ class StreamData(EncodedData):
 
     Raises:
         ConfigError: see :meth:`Cluster.stream`; or ``hybrid compare`` cannot read the rows twice.
-        DataError, StorageError: the first unit is missing, or cannot be read. Methods raise these errors for
-            later units.
+        DataError, StorageError: the first unit is missing or unreadable. Methods raise these for later units.
     """
 
     def __init__(self, backend: Backend, report: Callable[[str], object]) -> None:

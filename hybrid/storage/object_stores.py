@@ -214,7 +214,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder, always deeply in Google's store; [] if it is missing, OSError if its bucket is."""
+    """List a folder, in Google's store with its subfolders; [] if it is missing, OSError if its bucket is."""
     from pyarrow import fs
 
     kind = filesystem.type_name

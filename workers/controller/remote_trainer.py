@@ -158,10 +158,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's partitions ("lanes") of a file, folder or topic of the stream.
-
-        ``unit`` has the position to begin at.
-        """
+        """Begin to read this trainer's partitions ("lanes") of ``unit``, at the position that it has."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
