@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, in_files, model, option, setting
 from hybrid.errors import ConfigError
@@ -35,9 +37,8 @@ VOCABULARY_CALLS = CallSignatures(
         ),
     }
 )
-SHUFFLE_CALLS = CallSignatures(
-    {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
-)
+_LANES = argument("lanes", int, 64, minimum=1, maximum=4096)
+SHUFFLE_CALLS = CallSignatures({"rows": (), "lanes": (_LANES,), "none": ()})
 KAFKA = "kafka"
 _TIME = argument("time", str, "")
 STREAM_CALLS = CallSignatures(
@@ -61,16 +62,9 @@ STREAM_CALLS = CallSignatures(
         ),
     }
 )
-JOIN_CALLS = CallSignatures(
-    {
-        "table": (
-            argument("path", str, None, is_list=True),
-            argument("key", str, None),
-            argument("table_key", str, ""),
-            argument("columns", str, (), is_list=True),
-        )
-    }
-)
+_JOIN = argument("path", str, None, is_list=True), argument("key", str, None)
+_JOIN_OPTIONS = argument("table_key", str, ""), argument("columns", str, (), is_list=True)
+JOIN_CALLS = CallSignatures({"table": (*_JOIN, *_JOIN_OPTIONS)})
 _FORMAT = argument("format", str, "")
 KIND_CALLS = CallSignatures(
     {
@@ -369,6 +363,12 @@ class Column:
     def key(self, list_name: str) -> str:
         """Return the configuration key that names the sources; ``list_name`` is "dense" or "sparse"."""
         return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
+
+
+def matches_path(pattern: str, path: str) -> bool:
+    """Return whether a local path or a URL is, or matches, the element ``pattern`` of data.path."""
+    root = PurePosixPath("/-")  # instead of the working directory: match() compares absolute paths whole
+    return path == pattern or (root / unquote(path)).match(str(root / unquote(pattern)))
 
 
 def columns_of(

@@ -8,8 +8,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from pathlib import PurePosixPath
-from urllib.parse import unquote
 
 from hybrid.config.data_sections import (
     GROW,
@@ -18,10 +16,11 @@ from hybrid.config.data_sections import (
     DataSection,
     column_growth,
     columns_of,
+    matches_path,
     sequence_length,
 )
 from hybrid.config.key import Call
-from hybrid.config.sections import NETS, DenseSection, ProfileSection, RunConfig, ScheduleSection, tasks_of
+from hybrid.config.sections import NETS, ProfileSection, RunConfig, ScheduleSection, tasks_of
 from hybrid.config.table_sections import (
     INITIAL_CALLS,
     TABLE_OPTIMIZERS,
@@ -151,10 +150,9 @@ def _check_stream(config: RunConfig) -> None:
     ):
         if is_refused:
             raise ConfigError(key, f"{needed}, {rule}", attrgetter(key)(config))
-    if (until := data.stream_call.arguments.get("until")) and until not in data.path:
-        root = PurePosixPath("/-")  # instead of the working directory: match() compares absolute paths whole
-        if not any((root / unquote(until)).match(str(root / unquote(path))) for path in data.path):
-            raise ConfigError("data.stream", "must have an `until` that data.path matches", data.stream)
+    until = data.stream_call.arguments.get("until")
+    if until and not any(matches_path(each, until) for each in data.path):
+        raise ConfigError("data.stream", "must have an `until` that data.path matches", data.stream)
     if config.has_ranking_loss:
         name = next(name for name, task in config.tasks.items() if task.ranking_loss)
         raise ConfigError(f"tasks.{name}.ranking_loss", f"needs complete groups: must be none, {rule}")
@@ -229,10 +227,16 @@ def _check_dense(config: RunConfig) -> None:
     if dense.optimizer_call[0] in ("Adafactor", "Muon") and dense.tensor_size:
         rule = "needs whole matrices, but with dense.tensor_size each trainer has a slice of them"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
-    if dense.tensor_size:
-        _check_tensor(dense, config.cluster.trainers)
-    elif dense.tensor_plan:
+    if dense.tensor_plan and not dense.tensor_size:
         rule = "needs dense.tensor_size, the number of trainers that split a net"
+        raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
+    if dense.tensor_size and dense.devices:
+        raise ConfigError("dense.device", "must be one device with dense.tensor_size", dense.device)
+    if dense.tensor_size and config.cluster.trainers % dense.tensor_size:
+        rule = f"must divide cluster.trainers, which is {config.cluster.trainers}"
+        raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
+    if dense.tensor_size and dense.net_call.name not in NETS and not dense.tensor_plan:
+        rule = 'must say how the layers of a custom net are split, such as "head.0 = colwise_gathered"'
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
 
 
@@ -258,17 +262,6 @@ def _check_retrieval(config: RunConfig) -> None:
     ):
         if is_refused:
             raise ConfigError(key, f"{rule} (retrieval)", attrgetter(key)(config))
-
-
-def _check_tensor(dense: DenseSection, trainers: int) -> None:
-    if dense.devices:
-        raise ConfigError("dense.device", "must be one device with dense.tensor_size", dense.device)
-    if trainers % dense.tensor_size:
-        rule = f"must divide cluster.trainers, which is {trainers}"
-        raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
-    if dense.net_call.name not in NETS and not dense.tensor_plan:
-        rule = 'must say how the layers of a custom net are split, such as "head.0 = colwise_gathered"'
-        raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
 
 
 def _check_train(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import matches_path
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics
@@ -22,7 +23,7 @@ from hybrid.data.stream.kafka_partitions import PartitionReader, Topic, advance_
 from hybrid.data.stream.lanes import LaneReader
 from hybrid.data.stream.units import FileSource, LanePosition, StreamUnit, fit_on_blocks, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowReport
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, ConfigError
 from hybrid.storage.file_formats import parse_fields
 
 STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
@@ -181,7 +182,8 @@ class StreamCursor:
     def restore(self, stored: Checkpoint) -> None:
         """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream.
 
-        Raise ConfigError, DataError or StorageError if the topic or a side table cannot be read.
+        Raise ConfigError if ``data.path`` does not match the last unit. Raise ConfigError, DataError or
+        StorageError if the topic or a side table cannot be read.
         """
         try:
             position = stored.manifest.progress[STREAM]
@@ -193,6 +195,11 @@ class StreamCursor:
             lacks = f"{stored.folder}: has no position in a stream ({error})"
             rule = "keep data.stream as it was, or start a new run with train.initial"
             raise CheckpointError(f"{lacks}; {rule}") from error
+        at, data = self.unit or self.last, self._config.data
+        pattern = "" if at is None else "".join(data.path[at.path_index : at.path_index + 1])
+        if at is not None and not (data.is_topic or matches_path(pattern, at.name)):
+            rule = f"must match {at.name}, which the run has read, in element {at.path_index + 1}; keep it"
+            raise ConfigError("data.path", f"{rule}, or start a new run with train.initial", [*data.path])
         if self.unit is not None:
-            self.unit = replace(self.unit, side_files=find_side_files(self._config.data))
+            self.unit = replace(self.unit, side_files=find_side_files(data))
         self.source, self.num_ready, self.is_over = open_source(self._config, self._warn), 0, False
