@@ -85,7 +85,7 @@ def test_every_backend_equals_the_plain_net(dense: dict[str, Any]) -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dense", [REPLICAS, ALONE, COMPILED])
+@pytest.mark.parametrize("dense", [REPLICAS, ALONE, pytest.param(COMPILED, marks=pytest.mark.long)])
 def test_identity_stage_stays(dense: dict[str, Any]) -> None:
     identity = nn.Identity()
     net = DenseNet(identity, Concatenation(), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1)))

@@ -4,6 +4,7 @@ import mmap
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -52,16 +53,17 @@ def connection(is_one_host: bool = False) -> tuple[Connection, Connection]:
 
 @contextmanager
 def rpc_of_one(store: dist.Store, stop_seconds: float = 10.0) -> Iterator[None]:
-    """This process, in an RPC group of one."""
-    transport.start(
-        MASTER,
-        Topology(0, 0),
-        store,
-        secret=Secret.fresh(),
-        run_id=b"run",
-        interface="lo",
-        timeout_seconds=5.0,
-    )
+    """This process, in an RPC group of one, without shared memory, which a thread would poll all the time."""
+    with mock.patch("hybrid.transport.stubs.polls_shared_memory", return_value=False):
+        transport.start(
+            MASTER,
+            Topology(0, 0),
+            store,
+            secret=Secret.fresh(),
+            run_id=b"run",
+            interface="lo",
+            timeout_seconds=5.0,
+        )
     try:
         yield
     finally:
