@@ -1,4 +1,4 @@
-"""Memory, errors and roles."""
+"""Memory, hashes, errors and roles."""
 
 import errno
 import mmap
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from hybrid.errors import ConfigError
 from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.huge_pages import zeros_in_large_pages
+from hybrid.primitives.key_hashes import next_random
 from hybrid.topology import Role, RoleKind, Topology
 
 
@@ -109,3 +111,9 @@ def test_partners_of_each_role() -> None:
         "trainer 1": "master, worker 0",
         "worker 0": "master, trainer 0, trainer 1",
     }
+
+
+def test_hash_does_not_change_its_argument() -> None:
+    numbers = np.arange(3, dtype=np.uint64)
+    assert (next_random(numbers) != numbers).all()
+    assert numbers.tolist() == [0, 1, 2]
