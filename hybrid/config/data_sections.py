@@ -37,8 +37,9 @@ VOCABULARY_CALLS = CallSignatures(
         ),
     }
 )
-_LANES = argument("lanes", int, 64, minimum=1, maximum=4096)
-SHUFFLE_CALLS = CallSignatures({"rows": (), "lanes": (_LANES,), "none": ()})
+SHUFFLE_CALLS = CallSignatures(
+    {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
+)
 KAFKA = "kafka"
 _TIME = argument("time", str, "")
 STREAM_CALLS = CallSignatures(
@@ -62,9 +63,16 @@ STREAM_CALLS = CallSignatures(
         ),
     }
 )
-_JOIN = argument("path", str, None, is_list=True), argument("key", str, None)
-_JOIN_OPTIONS = argument("table_key", str, ""), argument("columns", str, (), is_list=True)
-JOIN_CALLS = CallSignatures({"table": (*_JOIN, *_JOIN_OPTIONS)})
+JOIN_CALLS = CallSignatures(
+    {
+        "table": (
+            argument("path", str, None, is_list=True),
+            argument("key", str, None),
+            argument("table_key", str, ""),
+            argument("columns", str, (), is_list=True),
+        )
+    }
+)
 _FORMAT = argument("format", str, "")
 KIND_CALLS = CallSignatures(
     {
