@@ -153,7 +153,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Return the value of ``text``, which follows ``=`` in a ``--set``: TOML, or else the text itself."""
+        """Return the value of ``text`` in a ``--set``: as TOML, or as it is if the key or syntax needs it."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):
@@ -278,7 +278,7 @@ class CallSignatures:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (signatures are module constants)
     def parse(self, dotted: str, text: str) -> Call:
-        """Return name and arguments in ``text``, for the key ``dotted``; ConfigError if they break a rule."""
+        """Parse ``text``, such as ``adam(eps = 1e-6)``; ConfigError, which names ``dotted``, if invalid."""
         match = _CALL.fullmatch(text)
         name, inner = match.groups() if match else ("", None)
         if name not in self._keys:

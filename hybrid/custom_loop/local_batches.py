@@ -106,7 +106,7 @@ class LocalBatch:
 
     @cached_property
     def columns(self) -> Any:
-        """``values`` and ``drawn`` in one dict; DataError if names repeat. Without ``drawn``, ``values``."""
+        """``values`` and the ``drawn`` negatives, if any, in one dict; DataError if they cannot be joined."""
         if not self.drawn:
             return self.values
         if not isinstance(self.values, Mapping) or self.drawn.keys() & self.values.keys():

@@ -99,7 +99,7 @@ class StreamData(EncodedData):
         return True
 
     def slices(self, slicing: Slicing) -> Iterator[LocalBatch]:
-        """Yield this trainer's slice of each step of the unit; of a topic, only steps whose rows exist."""
+        """Yield this trainer's slice of each step of the unit; in a topic, of the steps whose rows exist."""
         assert self._batches is not None
         empty, num_tasks = Batch.empty(*self.input_spec.sizes), len(self.config.all_tasks)
         batches = islice(self._batches, self._cursor.num_ready)

@@ -124,7 +124,7 @@ def samples_of_lookup(config: RunConfig) -> float:
 
 
 def wire_bytes_per_value(config: RunConfig) -> int | None:
-    """Return the bytes per number in messages of training; None if numbers are sent in their stored type."""
+    """Return the bytes per value of vectors and gradients in messages; None if they are not rounded."""
     return 2 if config.embedding.wire_dtype == "bfloat16" else None
 
 

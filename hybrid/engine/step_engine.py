@@ -118,7 +118,7 @@ class StepEngine(Generic[AnySamples]):
     def steps(
         self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
     ) -> Iterator[StepInput[AnySamples]]:
-        """Yield the inputs of each step. Call :meth:`decide` before the next step is requested.
+        """Yield the inputs of each step. The caller ends each step with :meth:`decide`.
 
         Args:
             max_steps: None for all batches of the feed.

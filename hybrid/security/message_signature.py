@@ -48,7 +48,7 @@ _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class PayloadKind(IntEnum):
-    """The kinds of payloads. The comments name the bytes that identify the receiver of each kind."""
+    """The kinds of payloads. The comment of each names the bytes that identify its receiver."""
 
     CALL = 1  # the RPC name of a role
     GATHER = 2  # nothing: torch's messages at start and end, which all roles receive

@@ -148,7 +148,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show the progress in place of the last progress and status, unless the command is quiet."""
+        """Show the progress in place of the last; without a live region, print a line unless quiet."""
         self._progress = progress
         if self._live is not None:
             self._draw()

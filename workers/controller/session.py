@@ -1,4 +1,4 @@
-"""The master's view of a job, with prepared data or the units of a stream (files, folders or a topic)."""
+"""The master's view of a job with prepared data, and the base of that of streams (stream_session.py)."""
 
 import math
 from collections import Counter, defaultdict

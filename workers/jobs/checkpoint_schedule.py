@@ -248,7 +248,7 @@ class Checkpoints:
             self._begin_delta(now)
 
     def poll(self) -> None:
-        """Complete the pending checkpoint if all its files are written; called between steps."""
+        """Complete the pending checkpoint or delta if all its files are written; called between steps."""
         if self._pending is not None and self._pending.written.done():
             self.finish()
 

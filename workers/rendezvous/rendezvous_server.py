@@ -290,7 +290,7 @@ class RendezvousServer:
 def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
     """Send ``reason`` to trainers and workers that were restarted although the run has ended.
 
-    Return when all of them have registered, at the latest after ``cluster.start_timeout_seconds``.
+    Return when every role has registered, at the latest after ``cluster.start_timeout_seconds``.
     """
     address, port = config.cluster.master_endpoint
     with listen(address, port or DEFAULT_PORT) as listener:

@@ -125,7 +125,7 @@ class RunFolder:
         """Append a record of ``step`` to metrics.jsonl, and pass ``numbers`` to the loggers.
 
         Args:
-            kind: "train", "checkpoint", "delta", "unknown", "unit" (of a stream), or an evaluated split.
+            kind: "train", "checkpoint", "delta", "unknown" (values), "unit" (of a stream), or a split.
         """
         with run_write_errors(self._metrics_path):
             self._metrics.append(kind, step, numbers, **more)

@@ -129,7 +129,7 @@ class Quantiles:
         self._weights = np.empty(0)
 
     def add(self, numbers: npt.NDArray[np.float64]) -> None:
-        """Add numbers without NaN."""
+        """Add numbers, none of which is NaN."""
         for start in range(0, len(numbers), MAX_KEPT // 2):
             block = numbers[start : start + MAX_KEPT // 2]
             self._values = np.concatenate([self._values, block])

@@ -243,7 +243,7 @@ class _Sequences(NamedTuple):
 
 
 class BagRoute:
-    """The route of features that workers pool. Each :class:`ShardGroup` of the route has all their tables."""
+    """The route of features that workers pool. Each :class:`ShardGroup` has a shard of each table."""
 
     def __init__(
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool

@@ -394,7 +394,7 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Add new keys; those of ``records_R2`` get the rows from ``end`` on. ClusterError as in count()."""
+        """Add new keys: ``records_R2`` with rows from ``end`` on, pending without. Errors as in count()."""
         first, stop = self.end, self.end + len(records_R2)
         self._require_memory(stop)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))

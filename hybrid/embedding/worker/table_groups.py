@@ -285,7 +285,7 @@ class TableUpdate:
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
-        """Update the rows block by block, with gradients times ``scale`` and learning rates times ``factor``.
+        """Update the rows in blocks, with gradients times ``scale`` and learning rates times ``self.factor``.
 
         Raises:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may already be
