@@ -254,7 +254,7 @@ def _check_retrieval(config: RunConfig) -> None:
     has_other_net = config.dense.net_call.name in NETS and config.dense.net_call.name != "two_towers"
     for key, is_refused, rule in (
         ("dense.net", has_other_net, "must be two_towers, or your function"),
-        ("data.format", config.data.format == "synthetic", "must be of files: the log has no choices"),
+        ("data.format", config.data.format == "synthetic", "must be of files: synthetic rows lack choices"),
         ("data.stream", config.data.is_stream, "must be none: the items of a stream are not known"),
         ("train.micro_batches", config.train.micro_batches > 1, "must be 1: a loss compares all samples"),
         ("dense.remote_mlp", config.dense.remote_mlp, "must be empty: towers have no common remote net"),

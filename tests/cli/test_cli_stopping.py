@@ -180,8 +180,8 @@ def on_a_terminal(arguments: list[str], folder: Path, *, afresh: bool) -> Iterat
         unused.with_suffix(suffix).touch()
     process: Any
     if afresh:
-        # Children of a script's background processes ignore Ctrl-C.
-        shell = ["env", "--default-signal=INT", "sh", "-c", f'exec "$@" <{name} >{name} 2>&1', "sh"]
+        # Children of a script's background processes ignore Ctrl-C, and those of nohup a hangup.
+        shell = ["env", "--default-signal=INT,HUP", "sh", "-c", f'exec "$@" <{name} >{name} 2>&1', "sh"]
         process = start_process([*shell, *HYBRID, *words], variables, unused, folder)
     else:
         process = ForkedCommand(words, folder, variables, Path(name))
