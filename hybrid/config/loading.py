@@ -212,8 +212,8 @@ def fixed_values(config: RunConfig) -> dict[str, Any]:
         if key.is_name_fixed:
             values[f"{section}.{name}"] = value.partition("(")[0]
         elif key.is_fixed:
-            read = key.convert(value)
-            values[f"{section}.{name}"] = list(read) if isinstance(read, tuple) else read
+            converted = key.convert(value)
+            values[f"{section}.{name}"] = list(converted) if isinstance(converted, tuple) else converted
     return values
 
 

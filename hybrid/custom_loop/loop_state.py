@@ -162,7 +162,7 @@ def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: in
     for number, each in enumerate(objects):
         state: Any = each.state_dict()
         groups = state["param_groups"] if isinstance(each, torch.optim.Optimizer) else [state]
-        _encode(groups, type(each).__name__)
+        _encode(groups, type(each).__name__)  # DataError if a value cannot be stored
         if isinstance(each, torch.optim.Optimizer | LRScheduler):
             for index, group in enumerate(groups):
                 values = {name: value for name, value in group.items() if name != "params"}

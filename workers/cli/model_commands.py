@@ -136,17 +136,17 @@ def predict(
     """
     check_new(output)
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
-    config = model.trained.config
+    num_outputs, tasks = model.trained.config.num_outputs, model.trained.config.all_tasks
     items = None if top_k is None else Items(model, "--top-k")
 
     def predicted(batch: Batch) -> dict[str, Any]:
         outputs_BO = model.predict(batch).tie_equal_samples().outputs
         if items is not None and top_k is not None:
             return items.search(outputs_BO, top_k)
-        columns = prediction_columns(config.all_tasks, outputs_BO)
+        columns = prediction_columns(tasks, outputs_BO)
         return {name: pa.array(values_B.numpy()) for name, values_B in columns.items()}
 
-    written = SEARCHED if items else prediction_columns(config.all_tasks, torch.zeros(0, config.num_outputs))
+    written = SEARCHED if items else prediction_columns(tasks, torch.zeros(0, num_outputs))
     names = (ROW, *written)
     for index, name in enumerate(keep):
         if name in names:

@@ -265,7 +265,7 @@ class Training:
         view.evaluation(name, self._step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """If a stop is requested during the next call, show that the run stops after ``step``."""
+        """If a stop is requested from now on, show that the run stops after ``step``."""
 
         def announce() -> None:
             if self._stop.is_requested and not self._is_stop_announced:

@@ -196,10 +196,12 @@ class StreamCursor:
             rule = "keep data.stream as it was, or start a new run with train.initial"
             raise CheckpointError(f"{lacks}; {rule}") from error
         at, data = self.unit or self.last, self._config.data
-        pattern = "" if at is None else "".join(data.path[at.path_index : at.path_index + 1])
-        if at is not None and not (data.is_topic or matches_path(pattern, at.name)):
-            rule = f"must match {at.name}, which the run has read, in element {at.path_index + 1}; keep it"
-            raise ConfigError("data.path", f"{rule}, or start a new run with train.initial", [*data.path])
+        if at is not None and not data.is_topic:
+            element = data.path[at.path_index : at.path_index + 1]  # empty if there are fewer elements now
+            if not any(matches_path(pattern, at.name) for pattern in element):
+                found = f"must match {at.name}, which the run has read, in element {at.path_index + 1}"
+                rule = f"{found}; keep it, or start a new run with train.initial"
+                raise ConfigError("data.path", rule, [*data.path])
         if self.unit is not None:
             self.unit = replace(self.unit, side_files=find_side_files(data))
         self.source, self.num_ready, self.is_over = open_source(self._config, self._warn), 0, False
