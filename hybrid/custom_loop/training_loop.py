@@ -203,7 +203,7 @@ class TrainingLoop:
     @property
     def step(self) -> int:
         """Number of steps taken."""
-        return self._engine.feed.step
+        return self._engine.step
 
     @property
     def remaining_steps(self) -> int | None:
@@ -289,7 +289,7 @@ class TrainingLoop:
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
         self.pass_sizes = sizes = PassSizes()
-        self._engine.feed.begin(slices, self.step)
+        self._engine.begin(slices, self.step)
         try:
             for batch, micro_batches in self._engine.steps(self.remaining_steps, before_step):
                 num_lookups = 0
@@ -321,12 +321,12 @@ class TrainingLoop:
     def flush(self) -> None:
         """Wait until workers have all gradients; RuntimeError between a step's first backward and its end."""
         step_states.FLUSH.state_after(self._state, self.step)
-        self._engine.feed.flush()
+        self._engine.flush()
 
     def continue_from(self, step: int) -> None:
         """Continue after the ``step`` steps of a loaded checkpoint. A running pass ends."""
         self.advance(step_states.LEAVE_PASS)
-        self._engine.feed.begin(iter(()), step)
+        self._engine.begin(iter(()), step)
         self._training = None
 
     def _evaluation_ticket(self) -> Ticket:

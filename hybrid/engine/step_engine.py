@@ -1,4 +1,4 @@
-"""The steps of one trainer.
+"""The steps of one trainer: micro-batches, lookups, the backward pass, and the decision about the update.
 
 The caller is ``workers/controller/remote_trainer.py`` for a configured run, and
 ``hybrid/custom_loop/training_loop.py`` for the loop of a script::
@@ -10,17 +10,29 @@ The caller is ``workers/controller/remote_trainer.py`` for a configured run, and
       decide            with clipping or skipping, all trainers agree on the factor of the gradients
                         the caller updates the net
 
-The vectors of prefetched lookups enter the graph as values, and separate messages return their gradients.
-Without a remote net, this graph is local, and its backward pass needs no distributed autograd.
+When lookups and gradients are sent depends on ``train.update``::
+
+    sync        step s     look up s ── compute s, send its gradients
+                step s+1                          look up s+1 ── compute s+1, send its gradients
+
+    lookahead   step s     compute s, send its gradients with the lookup of s+1
+    async       step s     compute s, send its gradients with the lookup of s+2
+
+A lookup that is sent before its step begins is **prefetched**. When a pass over batches begins, no gradients
+are left to send, so the lookup of its first step (in async mode, of its first two steps) has its own message.
+In lookahead mode, a worker responds to the lookup of step s+1 once update s is applied. The vectors of
+prefetched lookups enter the graph as values, and separate messages return their gradients. Without a remote
+net, this graph is local, and its backward pass needs no distributed autograd.
 """
 
 import itertools
 import random
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from hashlib import blake2b
-from typing import Generic
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -32,11 +44,34 @@ from hybrid.config import RunConfig
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
-from hybrid.engine.step_feed import AnySamples, Feed, StepInput
 from hybrid.engine.update_guard import Guard, GuardedModule
 from hybrid.primitives.step_timings import StepClock
 from hybrid.shared_memory.shared_slots import SharedSlots
+from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
+
+AnySamples = TypeVar("AnySamples", bound="Samples")
+
+
+class Samples(Protocol):
+    """What the steps require of a batch."""
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the global batch, which workers compare among trainers; 0 for no comparison."""
+
+    @property
+    def sparse_features(self) -> Any:
+        """The ids, for the ``lookup`` of :class:`Embeddings` or :class:`ModuleTables`."""
+
+    def split(self, count: int) -> Sequence[Self]: ...
+
+
+class StepInput(NamedTuple, Generic[AnySamples]):
+    """The input of one step of one trainer."""
+
+    batch: AnySamples
+    micro_batches: list[MicroBatch[AnySamples]]
 
 
 def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device]) -> None:
@@ -67,7 +102,7 @@ class StepEngine(Generic[AnySamples]):
 
     Attributes:
         model: the module under DDP, and the gradients of its parameters.
-        feed: the micro-batches of each step, and the number of steps taken.
+        step: number of completed steps, which is also the index of the current or next step.
 
     Raises:
         ClusterError: shared memory cannot be set up, or a trainer does not connect to it in time.
@@ -93,6 +128,8 @@ class StepEngine(Generic[AnySamples]):
         self._trainer = group.rank()
         self._devices = devices
         self._clock = clock
+        self._tables = tables
+        self._rules = rules
         mode = DdpMode(config.dense.ddp)
         shared_reduce = None
         num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -109,11 +146,21 @@ class StepEngine(Generic[AnySamples]):
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )
-        self.feed = Feed[AnySamples](tables, group.rank(), rules, clock)
+        self._should_prefetch = rules.mode is not UpdateMode.SYNC
+        # The number of steps that are read before the first of them begins.
+        self._num_ahead = 2 if rules.mode is UpdateMode.ASYNC else 1
         self._recording = ExitStack()
         self._context_id: int | None = None
         self._micro: MicroBatch[AnySamples] | None = None
         self._loss = 0.0
+        self.begin(iter(()), 0)
+
+    def begin(self, batches: Iterator[AnySamples], step: int) -> None:
+        """Continue with ``batches``; the first batch is for ``step``. Drop steps that were read ahead."""
+        self.step = self._first_step = step
+        self._batches = batches
+        # The current step until it ends, and then the steps that were read ahead.
+        self._inputs: deque[StepInput[AnySamples]] = deque()
 
     def steps(
         self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
@@ -121,19 +168,66 @@ class StepEngine(Generic[AnySamples]):
         """Yield the inputs of each step. The caller ends each step with :meth:`decide`.
 
         Args:
-            max_steps: None for all batches of the feed.
+            max_steps: None for all batches of :meth:`begin`.
             before_step: called before each step, when the previous step is complete.
         """
         for _ in itertools.count() if max_steps is None else range(max_steps):
-            if before_step is not None and self.feed.has_next():
+            if before_step is not None and self._has_next():
                 before_step()
-            current = next(self.feed, None)
-            if current is None:
+            self._clock.begin_step(self.step)
+            if not self._has_next():
                 return
-            seed_step(self._seed, self._trainer, self.feed.step, self._devices)
+            current = self._inputs[0]
+            if self._should_prefetch and len(self._inputs) == self._num_ahead:  # less once the batches end
+                self._read_step(current)
+            seed_step(self._seed, self._trainer, self.step, self._devices)
             self._loss = 0.0
             yield current
             self._clock.end_step()
+
+    def _has_next(self) -> bool:
+        """Read the batches that the next step needs; return whether there is a next step."""
+        while len(self._inputs) < self._num_ahead and self._read_step():
+            pass
+        return bool(self._inputs)
+
+    def _read_step(self, carrier: StepInput[AnySamples] | None = None) -> bool:
+        """Read a batch, and append its step; return whether there was a batch.
+
+        Args:
+            carrier: the step whose gradients carry the prefetched lookups; None sends the lookups now.
+        """
+        with self._clock.phase("data"):
+            batch = next(self._batches, None)
+        if batch is None:
+            return False
+        step, num_micro_batches = self.step + len(self._inputs), self._rules.micro_batches
+        micro_batches = []
+        for index, samples in enumerate(batch.split(num_micro_batches)):
+            # For the calls during the step, which must see all earlier updates.
+            ticket = Ticket(self._trainer, step, version=step, lookup_index=index, checksum=batch.checksum)
+            lookup = None
+            if self._should_prefetch:
+                # In async mode, a lookup does not wait for the gradients of the step before.
+                version = max(self._first_step, step - 1) if self._num_ahead > 1 else step
+                prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+                sent_with = None if carrier is None else carrier.micro_batches[index].lookup
+                with self._clock.phase("lookup"):
+                    lookup = self._tables.lookup(samples.sparse_features, prefetch, sent_with)
+            micro_batches.append(MicroBatch(samples, ticket, lookup, index == num_micro_batches - 1))
+        self._inputs.append(StepInput(batch, micro_batches))
+        return True
+
+    def flush(self) -> None:
+        """Wait until the workers have all gradients of completed steps; raise an error if a message is lost.
+
+        The response to a prefetched lookup shows that the gradients in the same message have arrived.
+        """
+        for step in self._inputs:
+            for micro in step.micro_batches:
+                if micro.lookup is not None:
+                    micro.lookup.flush()
+        self._tables.sources.flush()
 
     @contextmanager
     def recording(self, micro: MicroBatch[AnySamples]) -> Iterator[MicroBatch[AnySamples]]:
@@ -147,9 +241,12 @@ class StepEngine(Generic[AnySamples]):
             self.model.begin(micro.is_last)
             context = dist_autograd.context() if self._spans_processes else nullcontext()
             self._context_id = self._recording.enter_context(context)
-            with self._clock.phase("lookup"):
-                self._micro = self.feed.with_lookup(micro)
-            yield self._micro
+            if micro.lookup is None:
+                with self._clock.phase("lookup"):
+                    lookup = self._tables.lookup(micro.batch.sparse_features, micro.ticket)
+                micro = micro._replace(lookup=lookup)
+            self._micro = micro
+            yield micro
 
     def backward(self, loss: Tensor) -> float:
         """Compute the gradients of a micro-batch, and return the loss as a number.
@@ -178,7 +275,7 @@ class StepEngine(Generic[AnySamples]):
         value = loss.item()
         self._loss += value
         find = None if self._hybrid_model is None else self._hybrid_model.first_not_finite
-        self._guard.check_loss(self.feed.step, value, find)
+        self._guard.check_loss(self.step, value, find)
         return value
 
     def _gradients(self) -> dict[Tensor, Tensor]:
@@ -195,6 +292,7 @@ class StepEngine(Generic[AnySamples]):
         """End the step; return the factor for its gradients, or None to skip it; errors as Guard.decide."""
         norm = self.model.squared_norm()
         with self._clock.span("decide"):
-            scale = self._guard.decide(self.feed.step, self._loss, norm, self.model.gradient_not_finite)
-        self.feed.end_step()
+            scale = self._guard.decide(self.step, self._loss, norm, self.model.gradient_not_finite)
+        self._inputs.popleft()
+        self.step += 1
         return scale

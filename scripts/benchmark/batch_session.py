@@ -15,7 +15,7 @@ class BatchTrainer(Trainer):
         self.close()
         batches: Iterator[Batch] = iter(make_batches(self._index))
         if is_aligned:
-            self._engine.feed.begin(batches, steps_before)
+            self._engine.begin(batches, steps_before)
         else:
             self._begin_aligned(batches, steps_before)
         return self.train_on_unit(sys.maxsize, steps_before)

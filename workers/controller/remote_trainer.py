@@ -153,7 +153,7 @@ class Trainer:
             self.close()
             loader = self._loaders[TRAIN]
             self._stream = loader.batches(epoch, first_step * loader.batch_size)
-            self._engine.feed.begin(self._stream, steps_before)
+            self._engine.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
         return self._train(num_steps)
 
@@ -178,7 +178,7 @@ class Trainer:
     def _begin_aligned(self, batches: Iterable[Batch], steps_before: int, until: float = math.inf) -> None:
         empty, num_tasks = Batch.empty(*self._spec.sizes), len(self._config.all_tasks)
         aligned = align_batches(batches, empty, self._group, num_tasks, until)
-        self._engine.feed.begin(aligned, steps_before)
+        self._engine.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
         """Return the position in each of this trainer's lanes after ``step`` steps; {} for a Kafka topic."""
@@ -199,7 +199,7 @@ class Trainer:
         labels: list[Tensor] = []
         skipped_steps, event_time = 0, -math.inf
         for batch, micro_batches in self._engine.steps(num_steps):
-            step, losses_M, outputs_M = self._engine.feed.step, [], []
+            step, losses_M, outputs_M = self._engine.step, [], []
             for each in micro_batches:
                 with self._engine.recording(each) as micro:
                     outputs_BO = model.module(micro, self._clock)
@@ -265,7 +265,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Wait until the workers have received the gradients of all completed steps."""
-        self._engine.feed.flush()
+        self._engine.flush()
 
     def begin_save(self, name: str | None, is_delta: bool = False) -> None:
         """Copy the dense net and its optimizer in memory; :meth:`write` writes the copy.

@@ -3,7 +3,7 @@
 In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
 lookup is outside of any context, and its responses are plain values. In the backward pass, the autograd
 function that has assembled the responses sends their gradients. A message with gradients also carries the
-requests of a later lookup, if one is attached (``hybrid/engine/step_feed.py``).
+requests of a later lookup, if one is attached (``hybrid/engine/step_engine.py``).
 
 Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
 a tensor of zeros for each tensor of int16. Distributed autograd sends the gradient to these zeros.

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from comparison.cases.examples import DIM, HIDDEN, NUM_DENSE, NUM_ROWS, OUT, ROW_VALUE, get_linear
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd
 
 from hybrid import transport
 from hybrid.batch import Batch
+from hybrid.config.loading import load_config
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
-from hybrid.engine.hybrid_model import HybridModel, MicroBatch
-from hybrid.engine.step_feed import Feed
+from hybrid.engine.ddp import DensePlacement
+from hybrid.engine.hybrid_model import HybridModel
+from hybrid.engine.step_engine import StepEngine
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
@@ -76,32 +76,27 @@ class Trainer:
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
         net = DenseNet(get_linear(NUM_DENSE, NUM_DENSE), Concatenation(), get_linear(HIDDEN, OUT))
-        embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
-        self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), DensePlacement(self._group))
-        self._clock = StepClock()
-        self._feed = Feed[Batch](embeddings, index, UpdateRules(1), self._clock)
+        self._clock = clock = StepClock()
+        tables_of_trainer = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables}, clock)
+        parts = load_config(None, [f"dense.ddp={mode}"]), self._group, UpdateRules(1), tables_of_trainer
+        rest = HybridModel(net, remote_net), DensePlacement(self._group), [torch.device("cpu")], clock
+        self._engine = StepEngine[Batch](*parts, {0: tables}, remote_net, *rest)
 
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
         """Take steps until no trainer has a batch; return the last gradients by parameter."""
         empty = Batch.empty(NUM_DENSE, num_sparse=1)
-        self._feed.begin(align_batches(iter(batches), empty, self._group), steps_before)
-        for _, (micro,) in self._feed:
-            self._step(micro)
-            self._feed.end_step()
-        gradients = self._model.gradients
-        return {name: gradients[p].clone() for name, p in self._model.net.named_parameters()}
-
-    def _step(self, micro: MicroBatch[Batch]) -> None:
-        with dist_autograd.context() as context:
-            output_B = self._model.module(self._feed.with_lookup(micro), self._clock)
-            values_B = micro.batch.labels
-            # Upstream multiplies (B, 1) with (B,), an outer product.
-            assert output_B.shape == values_B.shape
-            # Upstream, DDP averages over trainers. Here, a loss is weighted by its fraction of the global
-            # batch, and gradients are summed. Gradients that cancel in a mean also cancel in a sum.
-            loss = (output_B * values_B).sum() / micro.batch.global_size
-            dist_autograd.backward(context, [loss])
-            self._model.collect(dist_autograd.get_gradients(context))
+        self._engine.begin(align_batches(iter(batches), empty, self._group), steps_before)
+        model = self._engine.model
+        for _, (each,) in self._engine.steps():
+            with self._engine.recording(each) as micro:
+                output_B, values_B = model.module(micro, self._clock), micro.batch.labels
+                # Upstream multiplies (B, 1) with (B,), an outer product.
+                assert output_B.shape == values_B.shape
+                # Upstream, DDP averages over trainers. Here, a loss is weighted by its fraction of the global
+                # batch, and gradients are summed. Gradients that cancel in a mean also cancel in a sum.
+                self._engine.backward((output_B * values_B).sum() / micro.batch.global_size)
+            self._engine.decide()
+        return {name: model.gradients[p].clone() for name, p in model.net.named_parameters()}
 
 
 @dataclass(frozen=True)

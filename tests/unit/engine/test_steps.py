@@ -17,9 +17,10 @@ from support.vectors import micro_batch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.engine.ddp import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel
-from hybrid.engine.step_engine import seed_step
-from hybrid.engine.step_feed import Feed
+from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
@@ -52,14 +53,17 @@ def test_lookups_see_updates_and_flush_waits_for_messages_with_gradients(
     sources = SimpleNamespace(flush=lambda: flushed.append("others"))
     tables: Any = SimpleNamespace(lookup=lookup, sources=sources)
     batch: Any = SimpleNamespace(checksum=0, sparse_features=None, split=lambda count: [batch] * count)
-    feed = Feed[Any](tables, 0, UpdateRules(1, mode), StepClock())
-    feed.begin(iter([batch] * 4), 5)
-    for step in feed:
+    group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store
+    rest: Any = tables, {}, None, nn.Identity(), DensePlacement(group), CPU, StepClock()
+    engine = StepEngine[Any](RunConfig(), group, UpdateRules(1, mode), *rest, is_single_process=True)
+    engine.begin(iter([batch] * 4), 5)
+    for step in engine.steps():
         for micro in step.micro_batches:
-            feed.with_lookup(micro)
-        feed.end_step()
-        if feed.step == 6:
-            feed.flush()
+            with engine.recording(micro):
+                pass
+        engine.decide()
+        if engine.step == 6:
+            engine.flush()
     assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
     assert flushed == [*awaited, "others"]
 
