@@ -22,10 +22,10 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -56,24 +56,13 @@ from workers.run_folder.run_access import RESULT_FILE, record_script_checkpoints
 _POLL_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptRequest:
+class ScriptRequest(NamedTuple):
     """A request of a script to the master; the scripts of all trainers make the same requests."""
 
     # "deploy" tables; "prepare" the data of the configuration; "resume" from a folder after failures; "save"
     # or "load" a checkpoint; "end" of the script.
     action: str
-    tables: tuple[TableSpec, ...] = ()
-    # folder, manifest: of the checkpoint.
-    folder: StoragePath = Path()
-    manifest: Manifest | None = None
-    number: int = 0  # of the module; see module_index of PlacedTables
-    texts: Mapping[str, str] = field(default_factory=dict)  # see Backend
-
-
-_SaveError: TypeAlias = tuple[str, str]  # its kind and its message
-# PlacedTables after "deploy"; the location of the prepared data after "prepare"; an error of "save", or None.
-ScriptResponse: TypeAlias = PlacedTables | str | _SaveError | None
+    arguments: tuple[Any, ...] = ()  # the folder of a checkpoint is the first argument
 
 
 class ScriptJob:
@@ -100,25 +89,25 @@ class ScriptJob:
         transport.gather([script.call(Script.start) for script in scripts])
         timeout_seconds = _POLL_SECONDS + self._config.cluster.timeout_seconds
         while (request := _next_request(scripts, timeout_seconds)).action != "end":
-            response: ScriptResponse = None
-            if request.action == "deploy":
-                placement = place(request.tables, topology.num_workers)
-                rules = update_rules(self._config, topology.num_trainers)
-                workers, _ = deploy_tables(topology, self._config, placement, rules)
-                response = PlacedTables(len(self._tables), placement, rules, workers)
-                self._tables.append([*workers.values()])
-            elif request.action == "prepare":
-                self._data = data()
-                response = str(self._data.absolute())
-            elif request.action == "save":
-                response = self._save(request, scripts[0])
-            elif request.action == "resume" and task.scratch is not None:
-                record_script_checkpoints(task.scratch, request.folder)
-            elif request.action == "load":
-                assert request.manifest is not None
-                source = (request.folder, request.manifest.step)
-                tables = self._tables[request.number]
-                transport.gather([t.call(HostedModule.load, *source, timeout_seconds=bulk) for t in tables])
+            response: Any = None
+            match request.action, request.arguments:
+                case "deploy", tables:
+                    placement = place(tables, topology.num_workers)
+                    rules = update_rules(self._config, topology.num_trainers)
+                    workers, _ = deploy_tables(topology, self._config, placement, rules)
+                    response = PlacedTables(len(self._tables), placement, rules, workers)
+                    self._tables.append([*workers.values()])
+                case "prepare", _:
+                    self._data = data()
+                    response = str(self._data.absolute())
+                case "save", arguments:
+                    response = self._save(scripts[0], *arguments)
+                case "resume", (folder,) if task.scratch is not None:
+                    record_script_checkpoints(task.scratch, folder)
+                case "load", (folder, step, number):
+                    call = HostedModule.load
+                    loads = [t.call(call, folder, step, timeout_seconds=bulk) for t in self._tables[number]]
+                    transport.gather(loads)
             transport.gather([script.call(Script.respond, response) for script in scripts])
         if task.scratch is not None:
             with run_write_errors(task.scratch):
@@ -126,20 +115,25 @@ class ScriptJob:
         transport.gather([each.call(HostedModule.close) for tables in self._tables for each in tables])
         return ExitCode.DONE
 
-    def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> _SaveError | None:
-        tables = self._tables[request.number]
-        bulk = BULK_TIMEOUT_SECONDS
+    def _save(
+        self,
+        first: transport.Remote[Script],
+        folder: StoragePath,
+        manifest: Manifest,
+        number: int,
+        texts: Mapping[str, str],
+    ) -> tuple[str, str] | None:
+        """Write a checkpoint; return the kind and the message of an error, or None."""
+        tables, bulk = self._tables[number], BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 
         def start(partial: StoragePath) -> list[transport.Pending[Files]]:
             dense = first.call(Script.write, partial, timeout_seconds=bulk)
             return [dense, *(each.call(HostedModule.write, partial, timeout_seconds=bulk) for each in tables)]
 
-        assert request.manifest is not None
-        texts, vocabularies = checkpoint_contents(self._config, self._data)
-        texts |= request.texts
+        of_config, vocabularies = checkpoint_contents(self._config, self._data)
         try:
-            HeldCheckpoint(request.folder, request.manifest, texts, {}, start, False, vocabularies).write()
+            HeldCheckpoint(folder, manifest, {**of_config, **texts}, {}, start, False, vocabularies).write()
         except (CheckpointError, StorageError) as error:
             return error_kind(error), str(error)
         return None
@@ -163,8 +157,9 @@ def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: 
             rule = f"make different requests: {first.action}, and {request.action}"
             if request.action == first.action == "deploy":
                 rule = "distribute modules with different tables: every trainer must build the same module"
-            elif request.action == first.action and request.folder != first.folder:
-                rule = f"{request.action} different folders: {first.folder}, and {request.folder}"
+            elif request.action == first.action and request.arguments[0] != first.arguments[0]:
+                folders = f"{first.arguments[0]}, and {request.arguments[0]}"
+                rule = f"{request.action} different folders: {folders}"
             elif request.action == first.action == "save":
                 rule = "save different states: optimizers, schedulers and other objects must be alike"
             raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {rule}")
@@ -190,7 +185,7 @@ class Script(Backend):
         super().__init__(apply_settings(config, settings), index, dist.group.WORLD, task.snapshot)
         self._task = task
         self._requests: SimpleQueue[ScriptRequest | Exception] = SimpleQueue()
-        self._responses: SimpleQueue[ScriptResponse] = SimpleQueue()
+        self._responses = SimpleQueue[Any]()
         self._dense: Mapping[str, Tensor] = {}
 
     def start(self) -> None:
@@ -207,7 +202,7 @@ class Script(Backend):
             raise request
         return request
 
-    def respond(self, response: ScriptResponse) -> None:
+    def respond(self, response: Any) -> None:
         """Let the script continue with the response to its request."""
         self._responses.put(response)
 
@@ -230,39 +225,34 @@ class Script(Backend):
         except BaseException as error:  # such as asyncio.CancelledError
             self._requests.put(HybridError(f"{self._task.path} has ended with {error!r}"))
 
-    def _send(self, request: ScriptRequest) -> ScriptResponse:
+    def _send(self, action: str, *arguments: Any) -> Any:
         """Send a request, and wait for the response; if the master is lost, this process ends."""
-        self._requests.put(request)
+        self._requests.put(ScriptRequest(action, arguments))
         return self._responses.get()
 
     def warn(self, message: str) -> None:
         print_line(f"warning: {message}")  # stderr is the log of the role
 
     def create_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        placed = self._send(ScriptRequest("deploy", tables=tuple(tables)))
-        assert isinstance(placed, PlacedTables)
+        placed: PlacedTables = self._send("deploy", *tables)
         return placed
 
     def prepare_data(self) -> str:
-        source = self._send(ScriptRequest("prepare"))
-        assert isinstance(source, str)
-        return source
+        return str(self._send("prepare"))
 
     def enable_restart(self, folder: StoragePath) -> None:
-        self._send(ScriptRequest("resume", folder=folder.absolute()))
+        self._send("resume", folder.absolute())
 
     def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
         self._dense = dense
-        request = ScriptRequest("save", (), folder.absolute(), manifest, number, self.texts)
-        response = self._send(request)
+        error = self._send("save", folder.absolute(), manifest, number, self.texts)
         self._dense = {}
-        if response is not None:
-            assert isinstance(response, tuple)
-            kind, message = response
+        if error is not None:
+            kind, message = error
             raise CheckpointError(message) from error_class(kind)(message)
 
     def load(self, number: int, stored: Checkpoint) -> None:
-        self._send(ScriptRequest("load", (), stored.folder.absolute(), stored.manifest, number))
+        self._send("load", stored.folder.absolute(), stored.manifest.step, number)
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
