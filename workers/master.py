@@ -15,7 +15,7 @@ from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView
 from workers.controller.script_job import ScriptJob
 from workers.controller.shared_folders import SharedFolders, filesystem_id
 from workers.exit_codes import Cause, ExitCode, Interrupt, StopMessage, cause_of, exit_code

@@ -23,7 +23,7 @@ from hybrid.errors import ConfigError
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.cluster_task import CompareTask, TrainTask
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView
 from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession
 from workers.exit_codes import ExitCode

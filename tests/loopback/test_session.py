@@ -23,7 +23,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.transport import Remote
 from hybrid.updates.ticket import Ticket
 from workers.cluster_task import ScriptTask
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView
 from workers.controller.script_job import ScriptJob
 from workers.exit_codes import ExitCode
 

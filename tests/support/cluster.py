@@ -29,7 +29,7 @@ from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport import LostError
 from workers.cluster_task import ScriptTask
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView
 from workers.controller.script_job import ScriptJob
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
 from workers.rendezvous.host_setup import MasterAddress, listen

@@ -18,7 +18,7 @@ from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import CompareTask
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView
 from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession
 from workers.jobs.comparison import Comparison, Snapshot, snapshot

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from hybrid.metrics import BinaryMetrics
-from workers.console.terminal import TrainingProgress
+from workers.console import TrainingProgress
 
 PROGRESS = TrainingProgress(
     step=0,

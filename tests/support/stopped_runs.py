@@ -22,7 +22,7 @@ from hybrid.config import RunConfig
 from hybrid.metrics import Predictions
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
-from workers.console.terminal import TerminalView, TrainingProgress
+from workers.console import TerminalView, TrainingProgress
 from workers.controller.deployment import HeldCheckpoint
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import DatasetSession

@@ -49,7 +49,7 @@ OPENERS = {
     *("hybrid/dense/matmul.py", "hybrid/primitives/available_memory.py"),
     *("hybrid/security/closed_listeners.py", "hybrid/shared_memory/shared_slots.py"),
     *("workers/launching/fork_server.py", "workers/launching/role_processes.py"),
-    "workers/console/messages.py",
+    "workers/console.py",
 }
 OPENING = re.compile(
     r"(?<!\w)(open|os\.(open|fdopen)|np\.(load|save|memmap|fromfile)|safe_open|load_file|(\w+\.)*open_memmap)"

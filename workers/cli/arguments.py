@@ -11,7 +11,7 @@ from hybrid.config.sections import DTYPES
 from hybrid.errors import StorageError, most_similar
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import RoleKind
-from workers.console.messages import Verbosity
+from workers.console import Verbosity
 from workers.rendezvous.host_setup import DEFAULT_PORT
 
 _Parser: TypeAlias = argparse.ArgumentParser

@@ -15,7 +15,7 @@ from hybrid.storage.private_files import choose_compile_cache
 from hybrid.topology import RoleKind
 from workers.cli import commands
 from workers.cli.arguments import parse
-from workers.console.messages import logging_to_stderr, print_line, tolerate_lost_output, visible
+from workers.console import logging_to_stderr, print_line, tolerate_lost_output, visible
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
 
 # Numba reads this file in the working directory. The file can name a folder of compiled code to load.

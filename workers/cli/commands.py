@@ -30,8 +30,7 @@ from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.user_code.run_signature import load_run_config
 from workers.cli.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
-from workers.console.messages import json_text, print_line, print_text
-from workers.console.terminal import transient_status
+from workers.console import json_text, print_line, print_text, transient_status
 from workers.exit_codes import Interrupt, ReportedError, exit_code
 from workers.launching.fork_server import end_with_parent
 from workers.launching.launcher import launch, serving_metrics

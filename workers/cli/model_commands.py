@@ -39,8 +39,7 @@ from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.cli.arguments import STREAM
-from workers.console.messages import data_notes, print_line, unknown_fractions
-from workers.console.terminal import transient_status
+from workers.console import data_notes, print_line, transient_status, unknown_fractions
 from workers.exit_codes import ExitCode
 from workers.run_folder.run_access import OTHER_OUTPUT, run_write_errors
 

@@ -34,7 +34,7 @@ from hybrid.engine.model_builder import (
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.shared_memory.shared_slots import MAX_MEMBERS
-from workers.console.terminal import transient_status
+from workers.console import transient_status
 
 _GRADIENT_BYTES = 4
 # Measured memory in addition to tables and nets: per process, per value of a vector, per byte of a message.

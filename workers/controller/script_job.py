@@ -47,8 +47,7 @@ from hybrid.topology import Topology
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.user_code.user_modules import FolderFinder
 from workers.cluster_task import ScriptTask
-from workers.console.messages import print_line
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView, print_line
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables
 from workers.exit_codes import ExitCode
 from workers.run_folder.run_access import RESULT_FILE, record_script_checkpoints, run_write_errors

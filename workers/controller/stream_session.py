@@ -25,7 +25,7 @@ from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import Topology
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS
 from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.controller.session import DatasetSession, Session

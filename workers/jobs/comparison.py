@@ -40,8 +40,7 @@ from hybrid.storage.files import write_bytes
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.cluster_task import CompareTask
-from workers.console.messages import json_text
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView, json_text
 from workers.controller.remote_trainer import Trainer, make_loader
 from workers.controller.script_job import run_script
 from workers.controller.session import Session

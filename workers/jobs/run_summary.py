@@ -12,8 +12,7 @@ from hybrid.config.data_sections import TEST, VALIDATION
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
-from workers.console.messages import unknown_fractions
-from workers.console.terminal import format_number
+from workers.console import format_number, unknown_fractions
 from workers.controller.session import DatasetSession
 from workers.jobs.checkpoint_schedule import RunCounts
 from workers.run_folder.run_access import command_name

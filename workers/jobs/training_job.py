@@ -19,8 +19,7 @@ from hybrid.metrics import Metrics, Predictions, ProgressiveMetrics
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.cluster_task import TrainTask
-from workers.console.messages import data_notes
-from workers.console.terminal import TerminalView, TrainingProgress
+from workers.console import TerminalView, TrainingProgress, data_notes
 from workers.controller.session import DatasetSession
 from workers.controller.stream_session import open_session
 from workers.exit_codes import ExitCode, StopRequest

@@ -24,8 +24,7 @@ from hybrid.security.secret import Secret
 from hybrid.storage.private_files import open_file
 from hybrid.storage.remote_path import StoragePath, is_url
 from workers.cluster_task import Task, TrainTask
-from workers.console.messages import print_line
-from workers.console.terminal import TerminalView
+from workers.console import TerminalView, print_line
 from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRequest, code_of, exit_code
 from workers.launching.fork_server import ForkServer
 from workers.launching.role_processes import RoleFailure, RoleProcesses

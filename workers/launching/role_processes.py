@@ -22,7 +22,7 @@ from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.user_modules import describe_error, log_traceback, needs_traceback
 from workers.cluster_task import ScriptTask, Task, TrainTask
-from workers.console.messages import Verbosity, logging_to_stderr, tolerate_lost_output, verbosity
+from workers.console import Verbosity, logging_to_stderr, tolerate_lost_output, verbosity
 from workers.exit_codes import STOP_REQUEST, Cause, ExitCode, cause_of, exit_code
 from workers.launching.fork_server import ForkServer, ProcessEnd
 from workers.rendezvous.host_setup import MasterAddress

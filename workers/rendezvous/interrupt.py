@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hybrid.errors import ClusterError, HybridError, first_line, shorten
-from workers.console.messages import print_line
+from workers.console import print_line
 from workers.exit_codes import ExitCode, ReportedError, exit_code
 
 _SIGNAL = signal.SIGRTMIN  # schedulers use SIGUSR1 as a warning

@@ -35,7 +35,7 @@ from hybrid.storage.private_files import private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 from hybrid.topology import Role
 from hybrid.user_code.run_signature import load_run_config
-from workers.console.messages import print_line
+from workers.console import print_line
 
 RUNS = Path("runs")
 RESTARTS_FILE = "restarts.jsonl"

@@ -22,8 +22,7 @@ from hybrid.storage import files
 from hybrid.storage.file_formats import parse_json, replace_non_finite
 from hybrid.storage.private_files import make_folder
 from hybrid.user_code.run_signature import signed_toml
-from workers.console.messages import json_text, print_line
-from workers.console.terminal import TrainingProgress
+from workers.console import TrainingProgress, json_text, print_line
 from workers.run_folder import run_access
 from workers.run_folder.run_access import RESULT_FILE, run_write_errors
 from workers.run_folder.run_report import ReportedRun, report_page

@@ -25,8 +25,7 @@ from hybrid.config.data_sections import SPLITS, TRAIN
 from hybrid.config.loading import to_toml
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.loggers.record_file import NO_NUMBERS, Record
-from workers.console.messages import print_line, visible
-from workers.console.terminal import format_number
+from workers.console import format_number, print_line, visible
 from workers.run_folder.run_access import UNKNOWN_FRACTION
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from hybrid.errors import ConfigError
 from hybrid.topology import RoleKind, Topology
 from workers.cli.arguments import parse
 from workers.cli.commands import index_of, master_host, role_of
-from workers.console.messages import Verbosity
+from workers.console import Verbosity
 
 TOPOLOGY = Topology(2, 2)
 NAMES = ["master", "trainer 0", "trainer 1", "worker 0", "worker 1"]

@@ -11,7 +11,7 @@ from support.commands import ROOT
 # Prints a lot, then reports its end in a file.
 RUN = """
 import sys
-from workers.console.messages import tolerate_lost_output
+from workers.console import tolerate_lost_output
 with tolerate_lost_output("hybrid launch", run_continues=%r) as lost:
     for number in range(20_000):
         print("step", number)

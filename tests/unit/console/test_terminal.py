@@ -17,8 +17,7 @@ from support.progress import METRICS as ALL_METRICS, progress
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import shown_metrics
 from workers import cli
-from workers.console.messages import Verbosity, logging_to_stderr, visible
-from workers.console.terminal import TerminalView, transient_status
+from workers.console import TerminalView, Verbosity, logging_to_stderr, transient_status, visible
 
 PROGRESS = progress(
     1200,
@@ -162,7 +161,7 @@ def test_passing_status_is_shown_on_a_terminal_only(kind: str, monkeypatch: pyte
 
 def test_pipe_gets_no_escape_codes_if_color_is_forced() -> None:
     code = (
-        "import sys\nfrom workers.console.terminal import TerminalView\n"
+        "import sys\nfrom workers.console import TerminalView\n"
         "with TerminalView() as view: view.status('[bold]starting')\nsys.exit('torch' in sys.modules)"
     )
     command, forced = [sys.executable, "-c", code], {"FORCE_COLOR": "1", "TERM": "xterm"}

@@ -24,7 +24,7 @@ from hybrid.embedding.table_spec import Growth
 from hybrid.engine.model_builder import table_specs
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec
-from workers.console.messages import data_notes
+from workers.console import data_notes
 
 TAGS = ColumnSection(kind="weighted", multi_hot_separator="|")
 

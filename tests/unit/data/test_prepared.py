@@ -33,7 +33,7 @@ from hybrid.data.prepare import spill
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import ConfigError, DataError
-from workers.console.messages import data_notes, unknown_fractions
+from workers.console import data_notes, unknown_fractions
 
 NUM_ROWS = 1000
 config_of = partial(csv_config, dense=("x",), sparse=("city", "tags"))

@@ -13,7 +13,7 @@ from hybrid.config import ClusterSection, RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.cluster_task import ScriptTask
-from workers.console.messages import Verbosity
+from workers.console import Verbosity
 from workers.exit_codes import Cause, ExitCode
 from workers.launching import role_processes
 from workers.launching.fork_server import ProcessEnd
