@@ -67,7 +67,7 @@ def served(port: int) -> str:
     return text()
 
 
-def test_launch_restarts_in_a_private_network_after_its_fork_server_was_killed(
+def test_launch_in_a_private_network_survives_a_killed_fork_server(
     endless: list[str], tmp_path: Path
 ) -> None:
     overrides = settings(run={"folder": "run"}, cluster={"metrics_port": (port := free_port())})

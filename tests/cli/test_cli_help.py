@@ -43,9 +43,7 @@ def test_help_and_configuration_import_no_slow_module() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2)])
-def test_help_lists_every_command(
-    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_lists_all_commands(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     printed = capsys.readouterr()
@@ -56,9 +54,7 @@ def test_help_lists_every_command(
 @pytest.mark.parametrize(
     ("command", "suggestion"), [("lunch", "did you mean 'launch'?"), ("xyzzy", "secret")]
 )
-def test_unknown_command_is_a_usage_error(
-    command: str, suggestion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_fails(command: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command])
     assert end.value.code == 2

@@ -60,9 +60,7 @@ def test_each_example_trains(
 
 
 @needs_census
-def test_mmoe_learns_two_labels_of_the_census(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mmoe_learns_two_labels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     income, never_married = scores_of(
         "mmoe", ["--epochs", "1", "--census", *map(str, CENSUS)], monkeypatch, capsys
     )

@@ -119,9 +119,7 @@ def test_same_command_resumes_a_custom_loop_until_it_has_finished(tmp_path: Path
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_secret_file_of_another_users_run_is_not_read(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_secret_is_ignored(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "5")
     (tmp_path / "config.toml").write_text('[cluster]\nsecret_file = "/srv/secret"\n')
@@ -148,9 +146,7 @@ os.wait()
 @pytest.mark.parametrize(
     ("variable", "ends"), [(TORCHRUN, True), ("SLURM_STEP_ID", True), ("NO_SCHEDULER", False)]
 )
-def test_role_of_a_scheduler_ends_with_the_process_that_started_it(
-    variable: str, ends: bool, tmp_path: Path
-) -> None:
+def test_role_of_a_scheduler_ends_with_its_parent(variable: str, ends: bool, tmp_path: Path) -> None:
     """A role that was started by hand continues, as under nohup."""
     command = [sys.executable, "-c", STARTER, *fresh_secret(tmp_path)]
     starter = subprocess.Popen(command, cwd=ROOT, env={variable: "1"}, stdout=subprocess.PIPE, text=True)

@@ -95,9 +95,7 @@ def test_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:
         ("role --master a", "role:", "needs RANK and WORLD_SIZE, or SLURM_PROCID"),
     ],
 )
-def test_invalid_arguments_of_a_role_are_refused(
-    role: str, place: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_role_is_refused(role: str, place: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (VARIABLE, "RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "node0")  # of another job

@@ -111,9 +111,7 @@ def evaluated(of: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return printed.out.splitlines()
 
 
-def test_run_evaluate_and_predict_agree_in_every_metric(
-    clicks: Clicks, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_evaluate_and_predict_agree(clicks: Clicks, capsys: pytest.CaptureFixture[str]) -> None:
     labels_N, result = clicks.labels, clicks.result
     probabilities_N = clicks.predict(clicks.checkpoint(LAST))
     assert len(set(probabilities_N.tolist())) == 10

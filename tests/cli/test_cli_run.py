@@ -124,17 +124,13 @@ def test_failure_of_a_script_is_one_line(script: Path, tmp_path: Path) -> None:
         ("unused layer", r"unused\.weight"),
     ],
 )
-def test_wrong_script_is_an_error_of_one_line(
-    kind: str, message: str, script: Path, clusters: Clusters
-) -> None:
+def test_wrong_script_is_a_one_line_error(kind: str, message: str, script: Path, clusters: Clusters) -> None:
     with pytest.raises(CaseError, match=message) as caught:
         clusters.get(2, 1).run(run_script, str(script), kind, dtype="float32")
     assert "\n" not in str(caught.value).partition("\n\nTraceback")[0]
 
 
-def test_killed_script_that_resumes_has_the_result_of_an_uninterrupted_one(
-    script: Path, tmp_path: Path
-) -> None:
+def test_killed_script_resumes_with_the_result_of_an_uninterrupted_one(script: Path, tmp_path: Path) -> None:
     (tmp_path / "uninterrupted/run/checkpoints/step-00000002").mkdir(parents=True)  # in the way
     command = ["run", script, "--trainers", "2", "--workers", "1", "--"]
     *printed, parameters, steps = output_of([*command, "resumes"], tmp_path / "uninterrupted").splitlines()

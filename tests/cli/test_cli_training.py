@@ -59,9 +59,7 @@ def test_batch_normalization_differs_with_micro_batches(tiny: list[str], tmp_pat
     assert "trainer 0: head.1.num_batches_tracked" in ended.stderr
 
 
-def test_log_that_an_error_names_is_kept(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_of_an_error_is_kept(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = [*tiny, *ONE_EACH, *settings(train={"epochs": 10_000})]
     with started(["compare", "--steps", 100_000, *job], tmp_path) as command:
@@ -74,9 +72,7 @@ def test_log_that_an_error_names_is_kept(
     assert Path(log[1]).is_file()
 
 
-def test_compare_fails_if_results_differ(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_finds_differences(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "odd_net.py").write_text(ODD_NET)
     ended = run(

@@ -128,9 +128,7 @@ def test_slurm_script_requeues_a_job_if_a_restart_may_help(
     assert (options.command, options.script, options.arguments) == ("role", "a.py", ["--lr"])
 
 
-def test_slurm_script_passes_warnings_to_the_roles(
-    commands: Callable[[str, str], None], tmp_path: Path
-) -> None:
+def test_slurm_script_passes_warnings_to_roles(commands: Callable[[str, str], None], tmp_path: Path) -> None:
     commands("scontrol", NODE)
     commands("srun", 'trap "exit 75" USR1; touch started; while :; do /bin/sleep 0.02; done')
     commands("sleep", "")
@@ -198,9 +196,7 @@ def test_hosts_receive_their_roles_and_the_secret(hosts: subprocess.Popen[bytes]
     assert hosts.wait(SECONDS) == 0
 
 
-def test_unreachable_host_is_an_error_at_the_start(
-    commands: Callable[[str, str], None], tmp_path: Path
-) -> None:
+def test_unreachable_host_is_an_error_at_start(commands: Callable[[str, str], None], tmp_path: Path) -> None:
     commands("ssh", "exit 255")
     command = [str(FOLDER / "hosts.sh"), "n0", "n0", "n1"]
     ended = subprocess.run(
@@ -211,9 +207,7 @@ def test_unreachable_host_is_an_error_at_the_start(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_roles_end_with_hosts_sh(
-    number: signal.Signals, hosts: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_hosts_sh_ends_roles(number: signal.Signals, hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """Roles receive SIGTERM, on which they save the run."""
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
     hosts.send_signal(number)
@@ -222,9 +216,7 @@ def test_roles_end_with_hosts_sh(
 
 
 @pytest.mark.parametrize("code", [75, 137, 255])
-def test_hosts_sh_restarts_all_roles_if_a_restart_may_help(
-    code: int, hosts: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_hosts_sh_restarts_roles_if_useful(code: int, hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
     (tmp_path / "next").write_text(str(code))
     (tmp_path / "next").rename(tmp_path / "end")

@@ -75,9 +75,7 @@ def test_result_of_one_run_is_printed_as_json(trained: TrainedRun, tmp_path: Pat
     )
 
 
-def test_run_of_a_later_seed_is_found_before_the_first_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_of_a_later_seed_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run/seed-8").mkdir(parents=True)
     (tmp_path / "run/seed-8/metrics.jsonl").touch()

@@ -96,9 +96,7 @@ def address_in(store: dist.HashStore) -> str:
     return store.get(key).decode()
 
 
-def test_calls_of_an_unauthenticated_peer_are_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unauthenticated_calls_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stubs, "close_listeners_after", lambda *_: nullcontext())
     store = dist.HashStore()
     with rpc_of_one(store, ATTEMPT_SECONDS):

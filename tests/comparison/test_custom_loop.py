@@ -346,9 +346,7 @@ def test_parameters_may_be_frozen_trained_tied_and_replaced_later(
         clusters.get(2, 2).run(run_script, str(script), tmp_path, "layers", update=update)
 
 
-def test_a_run_continues_on_a_cluster_of_another_size_and_in_one_process(
-    clusters: Clusters, tmp_path: Path
-) -> None:
+def test_a_run_continues_at_another_size_and_in_one_process(clusters: Clusters, tmp_path: Path) -> None:
     saved = str(tmp_path / "half")
     clusters.get(2, 2).run(run_script, SCRIPT, tmp_path / "half.pt", f"save={saved}")
     clusters.get(1, 1).run(run_script, SCRIPT, tmp_path / "smaller.pt", f"load={saved}")

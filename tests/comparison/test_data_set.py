@@ -121,9 +121,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
-def test_columns_of_every_kind_train_as_in_one_process(
-    update: str, clusters: Clusters, cache: Path, tmp_path: Path
-) -> None:
+def test_columns_of_every_kind_train(update: str, clusters: Clusters, cache: Path, tmp_path: Path) -> None:
     """Weighted and plain bags, split and unsplit tables, sequences, pretrained rows, and groups of
     dense parameters."""
     draw = random.Random(5)

@@ -16,9 +16,7 @@ from workers.rendezvous.bootstrap import JoinedCluster
 @pytest.mark.parametrize(
     ("update", "ddp", "weight"), [("lookahead", "outside", "importance"), ("sync", "inside", "")]
 )
-def test_two_towers_train_as_in_one_process(
-    update: str, ddp: str, weight: str, clusters: Clusters, tmp_path: Path
-) -> None:
+def test_two_towers_train(update: str, ddp: str, weight: str, clusters: Clusters, tmp_path: Path) -> None:
     """The last batch of an epoch has 20 samples, with and without choices."""
     config = choices_config(
         tmp_path,

@@ -67,9 +67,7 @@ def test_short_outage_of_a_link_disturbs_no_run(two: list[Host], switch: Switch,
         assert [command.stderr for command in roles.values()] == [""] * len(roles)
 
 
-def test_long_outage_of_a_link_ends_the_run(
-    two: list[Host], switch: Switch, roles: dict[str, Command]
-) -> None:
+def test_a_long_outage_ends_the_run(two: list[Host], switch: Switch, roles: dict[str, Command]) -> None:
     switch.down(two[1])
     check_errors(roles, UNREACHABLE, OUT_OF_REACH)
     check_nothing_left(two)

@@ -110,9 +110,7 @@ def test_killed_roles_are_restarted(start: Start, hosts: list[Host], whole: Path
     check_end(agents, whole, run, hosts)
 
 
-def test_killed_agent_on_the_host_of_the_endpoint(
-    start: Start, hosts: list[Host], whole: Path, shared: Path
-) -> None:
+def test_killed_agent_of_the_endpoint(start: Start, hosts: list[Host], whole: Path, shared: Path) -> None:
     """The other agent ends by itself, and both are started again."""
     run = shared / "endpoint"
     agents = start(run)

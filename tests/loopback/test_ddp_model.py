@@ -66,9 +66,7 @@ def num_values(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("mode", list(DdpMode))
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-def test_gradients_of_micro_batches_have_the_bits_of_plain_ones(
-    mode: DdpMode, num_micro_batches: int
-) -> None:
+def test_gradients_of_micro_batches_have_bits_of_plain_ones(mode: DdpMode, num_micro_batches: int) -> None:
     clock = StepClock()
     clock.record(range(3))
     model, plain = make_model(mode, clock=clock), HybridModel(dense_net())

@@ -141,9 +141,7 @@ def run_training(config: RunConfig, folder: Path, *, resume: bool = False) -> Ma
     return Checkpoint.newest_valid(folder, print).manifest
 
 
-def test_metrics_and_best_checkpoint_of_the_other_run_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_the_other_run_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))  # slow
     old, new = tmp_path / "old", tmp_path / "new"
     train = {"max_steps": 4, "eval_every_steps": 2, "log_every_steps": 1}

@@ -57,9 +57,7 @@ def opened(mode: str, **sections: dict[str, Any]) -> closing[BatchSession]:
     return closing(BatchSession(LocalTopology(1, 1), config, INPUT, STEPS))
 
 
-def test_a_script_may_be_silent_for_longer_than_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_may_be_silent_beyond_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call, seconds = Remote.call, DELAY_SECONDS
 
     def call_with_timeout(*args: Any, timeout_seconds: float = seconds) -> Any:
@@ -96,9 +94,7 @@ def saved_rows(mode: str, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["lookahead", "async"])
-def test_a_checkpoint_waits_for_late_gradients(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_await_late_gradients(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = saved_rows(mode, tmp_path / "prompt")
     delay_last_gradients(monkeypatch)
     # In async, the order of the two updates depends on timing.

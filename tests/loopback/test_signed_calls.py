@@ -102,9 +102,7 @@ class Evil:
     ],
     ids=["another secret", "another run", "for another"],
 )
-def test_a_call_of_another_run_or_for_another_role_is_rejected(
-    worker: Process, caller: Process, to: str
-) -> None:
+def test_a_call_of_another_run_or_role_is_rejected(worker: Process, caller: Process, to: str) -> None:
     assert "not signed" in worker.refuses(*caller.call(to))
 
 
@@ -128,9 +126,7 @@ def test_a_repeated_call_is_rejected(worker: Process, trainer: Process) -> None:
     ],
     ids=["bytes", "shape", "dtype", "strides", "sparse", "larger than memory"],
 )
-def test_a_changed_tensor_is_rejected(
-    worker: Process, trainer: Process, shape: tuple[int, int], tamper: Any
-) -> None:
+def test_tensors_are_signed(worker: Process, trainer: Process, shape: tuple[int, int], tamper: Any) -> None:
     udf = internal.PythonUDF(endpoints.echo, (torch.rand(shape),), {})
     payload, (sent,) = trainer.call("worker0", udf)
     assert "not signed" in worker.refuses(payload, [tamper(sent)])
@@ -244,9 +240,7 @@ def test_values_arrive_as_they_were_sent(worker: Process, trainer: Process) -> N
         (b"chybrid.security.signed_pickler\nreceived_tensor\n(\x97Vfloat32\n(ttR.", "UnpicklingError"),
     ],
 )
-def test_an_error_of_unpickling_is_a_rejection(
-    pickled: bytes, raised: str, worker: Process, trainer: Process
-) -> None:
+def test_invalid_pickles_are_rejected(pickled: bytes, raised: str, worker: Process, trainer: Process) -> None:
     payload = trainer.signatures.sign(PayloadKind.CALL, b"worker0", pickled, [])
     assert worker.refuses(payload, []) == f"it holds no call or response ({raised})"
 

@@ -39,9 +39,7 @@ def split_net(mesh: DeviceMesh, net: nn.Module) -> TensorParallel:
     return TensorParallel(net, mesh, automatic_plan(net))
 
 
-def test_each_use_of_a_shard_has_one_gradient_hook_and_none_stays(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_use_of_a_shard_has_one_gradient_hook(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     dtensor = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)], src_data_rank=None)
     shard, layout = flatten_tensor(dtensor)
     assert layout is not None

@@ -97,9 +97,7 @@ def passed_on() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS, ids=lambda number: number.name)
-def test_first_signal_requests_a_stop_and_the_second_is_passed_on(
-    first: signal.Signals, passed_on: list[int]
-) -> None:
+def test_first_signal_stops_and_the_second_is_passed_on(first: signal.Signals, passed_on: list[int]) -> None:
     requested: list[ExitCode] = []
     stop = StopRequest(SECONDS, lambda: requested.append(stop.code))
     with stop.handling_signals():
@@ -117,9 +115,7 @@ def test_first_signal_requests_a_stop_and_the_second_is_passed_on(
     [(STOP_REQUEST, ExitCode.TERMINATED), (WARNING, ExitCode.AGAIN)],
     ids=["requested", "warned"],
 )
-def test_forwarded_requests_do_not_count_as_first_signal(
-    first: signal.Signals, code: ExitCode, passed_on: list[int]
-) -> None:
+def test_forwarded_requests_do_not_count(first: signal.Signals, code: ExitCode, passed_on: list[int]) -> None:
     """A scheduler sends its signal to all roles, and each role forwards it."""
     stop = StopRequest(SECONDS)
     with stop.handling_signals():

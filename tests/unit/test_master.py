@@ -46,9 +46,7 @@ def run(job: Callable[[Callable[[], object]], ExitCode], folder: Path) -> None:
         master.run(RunConfig(), TrainTask(folder, False, 0.0), Secret.fresh(), listen("127.0.0.1", 0))
 
 
-def test_role_lost_at_the_end_does_not_hide_first_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_role_lost_at_the_end_hides_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def announce_stop(*_: object) -> None:
         raise LostRoleError("lost worker 0")
 
@@ -61,9 +59,7 @@ def test_role_lost_at_the_end_does_not_hide_first_error(
         run(fail, tmp_path)
 
 
-def test_remote_roles_check_the_run_and_the_prepared_data(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_remote_roles_check_run_and_prepared_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checked: list[object] = []
 
     def check(folders: SharedFolders, folder: Path) -> None:
@@ -79,9 +75,7 @@ def test_remote_roles_check_the_run_and_the_prepared_data(
 
 
 @pytest.mark.parametrize("interrupted", ["diagnosis", "announcement"])
-def test_interrupt_during_diagnosis_is_reported_with_activity(
-    interrupted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_diagnosis_is_reported(interrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection and the heartbeat of a lost role end at nearly the same time."""
     interrupts = [LostRoleError("lost worker 0")]
     announced: list[str] = []

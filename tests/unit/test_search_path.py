@@ -41,9 +41,7 @@ def test_working_directory_is_searched_only_if_the_user_names_it(
         assert sys.path == (["/a", "/b"] if named == "/a:" else searched)
 
 
-def test_numba_takes_no_settings_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numba_ignores_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They name a folder of compiled code."""
     monkeypatch.chdir(tmp_path)
     settings = Path(".numba_config.yaml")
@@ -63,9 +61,7 @@ def test_a_command_imports_nothing_of_the_working_directory(crowded: Path) -> No
     assert ended.stdout.startswith("[run]")
 
 
-def test_a_fork_server_imports_nothing_of_the_working_directory(
-    crowded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fork_servers_ignore_the_working_directory(crowded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(crowded), *sys.path])
     exclude_working_directory()
     with ForkServer(["support.forked"]) as server:

@@ -109,9 +109,7 @@ def die(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("last", ["tensor_file.struct.pack", "checkpoint_folders.json.dumps", "os.rename"])
-def test_a_kill_while_writing_leaves_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
+def test_a_kill_while_writing_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """During the tensors, before the manifest, or between the manifest and the rename."""
     write_run(tmp_path, 1)
     with monkeypatch.context() as patch:
@@ -192,9 +190,7 @@ def test_a_file_of_the_same_size_in_a_store_is_verified_when_it_is_read(store: S
         Checkpoint.newest_valid(folder, pytest.fail)
 
 
-def test_folders_are_flushed_before_and_after_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_are_flushed_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr("hybrid.checkpoint.checkpoint_folders.sync", synced.append)
     write_checkpoint(tmp_path / "step-1")
@@ -238,9 +234,7 @@ def test_two_runs_that_write_the_same_step_to_a_store_do_not_mix(store: Store) -
 
 
 @pytest.mark.parametrize("function", ["os.fsync", "os.rename", "pathlib.Path.mkdir", "shutil.rmtree"])
-def test_a_failure_of_the_disk_is_a_checkpoint_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left")
 
@@ -356,9 +350,7 @@ def test_other_files_are_refused_in_one_line(folder: Path, text: str, message: s
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", [MANIFEST_FILE, DENSE_FILE])
-def test_a_fifo_or_folder_in_place_of_a_file_is_refused(
-    folder: Path, name: str, make: Callable[[Path], None]
-) -> None:
+def test_fifos_and_folders_are_refused(folder: Path, name: str, make: Callable[[Path], None]) -> None:
     (folder / name).unlink()
     make(folder / name)
     if name != MANIFEST_FILE:
@@ -456,9 +448,7 @@ def test_every_shard_of_a_table_must_be_listed(folder: Path, count: int) -> None
 
 @pytest.mark.parametrize("num_rows", [1, 4, 13])
 @pytest.mark.parametrize("then", range(1, 7))
-def test_rows_of_any_number_of_shards_load_into_any_other_number(
-    tmp_path: Path, num_rows: int, then: int
-) -> None:
+def test_rows_of_any_number_of_shards_load_into_any_number(tmp_path: Path, num_rows: int, then: int) -> None:
     values_RD = torch.arange(2.0 * num_rows).view(num_rows, 2)
     for shard in range(then):
         tensors = {"weight": values_RD[shard::then], "sum": -values_RD[shard::then, 0]}
@@ -500,9 +490,7 @@ def test_shards_of_other_sizes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("altered", "step"), [([], 110), ([(110, MANIFEST_FILE)], 30), ([(110, DENSE_FILE), (30, DENSE_FILE)], 2)]
 )
-def test_damaged_checkpoints_are_skipped_and_reported(
-    tmp_path: Path, altered: list[tuple[int, str]], step: int
-) -> None:
+def test_damaged_checkpoints_are_skipped(tmp_path: Path, altered: list[tuple[int, str]], step: int) -> None:
     logged: list[str] = []
     write_run(tmp_path, 2, 30, 110)
     paths = [step_folder(tmp_path, of_step) / name for of_step, name in altered]

@@ -133,9 +133,7 @@ def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_an_error_with_the_missing_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_with_missing_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def open_full_disk(_: Path) -> Iterator[BinaryIO]:
         with open("/dev/full", "wb") as file:

@@ -71,9 +71,7 @@ def test_output_has_each_table_and_worker(printed: Printed) -> None:
     ("vocabulary", "rows", "is_assumed"),
     [("grow", 1_000_000, True), ("grow(max_rows = 3000000)", 3_000_000, False)],
 )
-def test_growing_tables_have_expected_rows(
-    printed: Printed, vocabulary: str, rows: int, is_assumed: bool
-) -> None:
+def test_growing_tables_are_estimated(printed: Printed, vocabulary: str, rows: int, is_assumed: bool) -> None:
     data = DataSection(format="csv", path=("no.csv",), sparse=("a", "b"), vocabulary=vocabulary)
     text = printed(1, data=data)
     bytes_per_row = 2 * 16 * 4  # with the state of adagrad

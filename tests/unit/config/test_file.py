@@ -274,9 +274,7 @@ LINES = st.one_of(
         st.tuples(st.just([]), st.lists(OVERRIDES, max_size=4)),
     )
 )
-def test_file_and_overrides_are_read_or_refused_in_one_line(
-    tmp_path: Path, given: tuple[list[str], list[str]]
-) -> None:
+def test_file_and_overrides_are_read_or_refused(tmp_path: Path, given: tuple[list[str], list[str]]) -> None:
     lines, overrides = given
     path = tmp_path / "config.toml"
     path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")

@@ -49,9 +49,7 @@ LOST = "hybrid launch: stdout: {}; output is lost, the run continues\n"
         (False, ">/dev/full", "hybrid launch: stdout: No space left on device; output is lost\n"),
     ],
 )
-def test_run_continues_without_its_output(
-    run_continues: bool, redirection: str, message: str | None, tmp_path: Path
-) -> None:
+def test_output_may_close(run_continues: bool, redirection: str, message: str | None, tmp_path: Path) -> None:
     """A command that only prints ends silently if its reader ends."""
     stderr, is_lost = ended(tmp_path, redirection, run_continues)
     assert stderr == ("" if message is None else f"{message}a word\n")

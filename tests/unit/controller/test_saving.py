@@ -72,9 +72,7 @@ def test_vocabularies_are_shared_by_the_checkpoints_of_a_run(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"run", "here", "source"}
 
 
-def test_nothing_is_left_if_vocabularies_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_vocabularies_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

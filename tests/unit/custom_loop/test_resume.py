@@ -218,9 +218,7 @@ def test_another_batch_size_trains_each_sample_once_and_evaluations_are_not_repe
         ({}, []),
     ],
 )
-def test_a_resumed_script_that_differs_causes_a_warning(
-    changes: dict[str, Any], words: list[str], tmp_path: Path
-) -> None:
+def test_a_changed_script_warns(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     Script(tmp_path, 8, stop=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

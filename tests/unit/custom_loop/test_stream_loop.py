@@ -108,9 +108,7 @@ def train(
 
 
 @pytest.mark.parametrize(("update", "passes"), [("sync", 0), ("lookahead", 5)])
-def test_script_that_is_ended_anywhere_loses_and_repeats_no_row(
-    update: str, passes: int, tmp_path: Path
-) -> None:
+def test_script_ended_anywhere_loses_and_repeats_no_row(update: str, passes: int, tmp_path: Path) -> None:
     """At step 7 a folder ends. The last folder comes late, when the first one is gone."""
     (tmp_path / "other").mkdir()
     for folder, day in itertools.product((tmp_path, tmp_path / "other"), range(1, DAYS + 1)):

@@ -189,9 +189,7 @@ def test_means_of_a_pass_leave_out_padding_despite_an_evaluation_within_it(tmp_p
         (1, 2, r"optimizer\.step.* cluster\.backward"),
     ],
 )
-def test_a_batch_takes_one_backward_pass_and_one_step(
-    num_backward: int, num_steps: int, message: str
-) -> None:
+def test_a_batch_takes_one_backward_and_one_step(num_backward: int, num_steps: int, message: str) -> None:
     cluster, model, optimizer = started()
 
     def train() -> None:
@@ -353,9 +351,7 @@ def test_inference_mode_evaluates() -> None:
         ('[schedule]\nkind = "step(decay_every = 1)"\n', "schedule", None),
     ],
 )
-def test_changes_of_the_parameters_alone_warn_once(
-    config: str, change: str, remedy: str | None, tmp_path: Path
-) -> None:
+def test_parameter_changes_warn_once(config: str, change: str, remedy: str | None, tmp_path: Path) -> None:
     cluster, model, optimizer = started(connected(tmp_path, config))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 if change == "schedule" else 1.0)
     with warnings.catch_warnings(record=True) as caught:
@@ -456,9 +452,7 @@ class InPlace(nn.Module):
     "table", [hybrid.Embedding, hybrid.EmbeddingBag, partial(hybrid.EmbeddingBag, pooled_by="trainers")]
 )
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
-def test_changes_in_place_do_not_reach_other_calls(
-    update: str, table: Callable[..., nn.Module], tmp_path: Path
-) -> None:
+def test_changes_in_place_are_private(update: str, table: Callable[..., nn.Module], tmp_path: Path) -> None:
     cluster = connected(tmp_path, f'train.update = "{update}"')
     model = cluster.distribute(InPlace(table(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1))))
     plain: Any = cluster.plain_module()

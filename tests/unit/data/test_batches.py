@@ -151,9 +151,7 @@ def steps_of(order: ShuffledOrder, num_rows: int, batch_size: int) -> list[list[
     seed=st.integers(0, 2**32),
     first=st.integers(0, 400),
 )
-def test_shuffled_order_has_every_row_once(
-    num_rows: int, num_lanes: int, batch_size: int, seed: int, first: int
-) -> None:
+def test_each_row_comes_once(num_rows: int, num_lanes: int, batch_size: int, seed: int, first: int) -> None:
     with small_windows(6):
         steps = steps_of(ShuffledOrder(num_rows, seed, 3, num_lanes), num_rows, batch_size)
         first = min(first // batch_size, len(steps) - 1)

@@ -208,9 +208,7 @@ def test_read_vocabularies_equal_written_ones(tmp_path: Path) -> None:
         ("DELTA_LENGTH_BYTE_ARRAY", "claims 2,097,152"),
     ],
 )
-def test_small_file_that_claims_a_large_vocabulary_is_refused(
-    tmp_path: Path, encoding: str, message: str
-) -> None:
+def test_small_file_with_a_large_vocabulary_is_refused(tmp_path: Path, encoding: str, message: str) -> None:
     path, size = tmp_path / VOCABULARIES_FILE, 2 << 20
     schema = pa.schema([pa.field("value", pa.large_string(), False)], {b"sizes": str([size]).encode()})
     values = pa.array([""], pa.large_string()).take(pa.array(np.zeros(size, np.int8)))

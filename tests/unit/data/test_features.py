@@ -347,9 +347,7 @@ def test_columns_of_each_kind_are_prepared_as_keys(tmp_path: Path) -> None:
     ("vocabulary", "one_id", "tags", "seen"),
     [("grow", np.int64, np.int64, np.int64), ("build", np.int32, np.int64, np.int32)],
 )
-def test_arrays_with_keys_are_wide(
-    tmp_path: Path, vocabulary: str, one_id: Any, tags: Any, seen: Any
-) -> None:
+def test_arrays_of_keys_are_wide(tmp_path: Path, vocabulary: str, one_id: Any, tags: Any, seen: Any) -> None:
     section = ColumnSection(kind="weighted", multi_hot_separator="|", vocabulary="grow")
     train, test = prepared(rows_config(tmp_path, vocabulary, tags=section), tmp_path / "cache")
     for split in ("train", "test"):

@@ -99,9 +99,7 @@ def in_segments(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_segments_give_the_bytes_of_whole_files(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_join_to_whole_files(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = "\r\n" if kind == "column" else "\n"
     monkeypatch.setattr("hybrid.data.values.invalid_rows.MAX_EXAMPLES", 10_000)  # the lines of all
     paths = tuple(write(tmp_path / f"{i}.csv", text(800, i, ends)) for i in range(2))

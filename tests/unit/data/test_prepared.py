@@ -214,9 +214,7 @@ def test_progress_names_phase_fraction_speed_and_time_left(
         (MemoryError("no"), r"data\.vocabulary"),
     ],
 )
-def test_failed_preparation_leaves_nothing(
-    error: Exception, message: str, tmp_path: Path, table: Path
-) -> None:
+def test_failed_prepare_leaves_nothing(error: Exception, message: str, tmp_path: Path, table: Path) -> None:
     cache = tmp_path / "cache"
 
     def report(line: str) -> None:
@@ -265,9 +263,7 @@ def log(path: Path, when: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["numbers", "dates", "times"])
-def test_split_by_time_holds_out_the_latest_rows(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_split_holds_out_latest_rows(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = np.random.default_rng(1).permutation(NUM_LOGGED)
     when = {
         "numbers": [f"{1.5e9 + number}" for number in order],

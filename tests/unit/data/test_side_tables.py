@@ -218,9 +218,7 @@ def test_changed_side_table_is_prepared_again(folder: Path) -> None:
     assert now.stored == manifest(config, folder / "other").stored
 
 
-def test_predictions_join_and_tables_in_memory_are_joined(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predictions_and_tables_in_memory_are_joined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(folder, "log.csv", "csv", "data.split=random")
     run = write_trained(folder / "run", config)
     predict(run, [str(folder / "log.csv")], folder / "p.csv", ["user", "country", "genres"])

@@ -65,9 +65,7 @@ def test_header_quotes_byte_order_mark_and_column_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(block.dense_BF, [[1, 2], [3, 4]])
 
 
-def test_every_kind_of_invalid_row_is_counted_and_located(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_invalid_row_is_counted_and_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invalid_rows, "MAX_EXAMPLES", 12)
     lines = [b"1,1,1,12345678901234567", b"1,1,1", b"yes,1,1,a", b"1,abc,1,a", b"1,1,nan,a", b"1,1,1e999,a"]
     lines += [b"1,0x10,1,a", b'1,1,1,"open', b"0,2,2," + b"a" * 4096, b"1,1,1,\xff\xfe", b"\xff", b""]
@@ -264,9 +262,7 @@ MANY = settings(
 @MANY
 @given(raw=FILES, data=st.sampled_from(LAYOUTS), with_labels=st.booleans())
 @example(raw=b'\n\xef\xbb\xbf"\nc\n', data=LAYOUTS[1], with_labels=True)
-def test_hostile_file_is_read_or_refused(
-    raw: bytes, data: DataSection, with_labels: bool, tmp_path: Path
-) -> None:
+def test_a_file_is_read_or_refused(raw: bytes, data: DataSection, with_labels: bool, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(raw)
     whole = read_hostile(path, data, with_labels, 1 << 20)
@@ -316,9 +312,7 @@ COLUMNS = {
     rows=st.lists(st.tuples(FIELDS, FIELDS), max_size=8),
     kinds=st.sets(st.sampled_from([*COLUMNS]), min_size=1),
 )
-def test_hostile_fields_of_every_column_kind(
-    rows: list[tuple[str, str]], kinds: set[str], tmp_path: Path
-) -> None:
+def test_hostile_fields_of_all_kinds(rows: list[tuple[str, str]], kinds: set[str], tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("label,a,b\n" + "".join(f"1,{a},{b}\n" for a, b in rows))
     data = DataSection(format="csv", sparse=tuple(sorted(kinds)), max_invalid_fraction=1.0)
@@ -397,9 +391,7 @@ def test_blocks_are_limited_by_decoded_texts(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("is_map", [True, False])
-def test_blocks_are_limited_by_texts_in_pairs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool
-) -> None:
+def test_texts_in_pairs_limit_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool) -> None:
     monkeypatch.setattr(parquet_blocks, "MAX_DECODED_BYTES", 100)
     expected = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
     pairs: list[Any] = [row if i % 2 else row or None for i, row in enumerate(expected)]

@@ -184,9 +184,7 @@ def rows_of(dataset: PreparedDataset) -> list[float]:
         return [x for batch in stream for x in batch.dense_features[:, 0].tolist()]
 
 
-def test_data_are_sent_once_and_equal_those_on_disk(
-    tmp_path: Path, there: RemotePath, config: RunConfig
-) -> None:
+def test_data_are_sent_once_as_on_disk(tmp_path: Path, there: RemotePath, config: RunConfig) -> None:
     lines: list[str] = []
     folder = ensure_prepared(config, lines.append)
     assert f"sending the prepared data to {folder.parent}" in lines
@@ -212,9 +210,7 @@ def test_data_are_sent_once_and_equal_those_on_disk(
     assert list_entries(there, is_deep=True) == before
 
 
-def test_ended_run_leaves_nothing_in_the_store(
-    there: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_runs_clean_up(there: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_last(path: StoragePath, content: bytes) -> None:
         if path.name == "attempt.txt":
             assert list_entries(there, is_deep=True), "there is none to remove"
@@ -258,9 +254,7 @@ def test_incomplete_data_are_sent_again(tmp_path: Path, config: RunConfig, name:
     assert ensure_prepared(config) == sent_again
 
 
-def test_unusable_local_folder_is_reported(
-    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_folder_is_checked(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ensure_prepared(config)
     with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):
         open_split(folder, "train", on_host(config, tmp_path / "train.csv").data)

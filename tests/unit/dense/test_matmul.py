@@ -113,9 +113,7 @@ class TestTorchsProductsStay:
         assert products == []
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-    def test_other_types_and_autocast_use_torch(
-        self, dtype: torch.dtype, products: list[tuple[int, ...]]
-    ) -> None:
+    def test_other_types_use_torch(self, dtype: torch.dtype, products: list[tuple[int, ...]]) -> None:
         is_autocast = dtype is torch.bfloat16
         plain, x = (layers(), rows()) if is_autocast else (layers().double(), rows().double())
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):

@@ -36,9 +36,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 class TestOutputs:
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("call", CALLS)
-    def test_outputs_and_gradients_equal_those_of_the_module(
-        self, devices: list[str], call: Callable[..., Any]
-    ) -> None:
+    def test_replicas_compute_as_the_module(self, devices: list[str], call: Callable[..., Any]) -> None:
         module, x = linear(devices[0]), random(20, 10).to(devices[-1]).requires_grad_()
         expected = module(x.to(devices[0]))
         output = call(module, (x,), devices)

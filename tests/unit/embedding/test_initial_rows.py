@@ -143,9 +143,7 @@ def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
         ({"a": torch.zeros(2, 3)}, "#c", "'c'.* #a$"),
     ],
 )
-def test_tensors_that_are_no_matrix_are_refused(
-    tensors: dict[str, Tensor], name: str, message: str, tmp_path: Path
-) -> None:
+def test_only_a_matrix_is_read(tensors: dict[str, Tensor], name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read_shape(wrong(tmp_path, tensors) + name)
 
@@ -239,9 +237,7 @@ def test_keys_may_be_numbers_or_null_and_the_last_vector_counts(tmp_path: Path) 
         (["b"], [["1", "x"]], "second column"),
     ],
 )
-def test_invalid_vectors_or_keys_are_refused(
-    tmp_path: Path, keys: list[str], vectors: list[Any], message: str
-) -> None:
+def test_invalid_rows_are_refused(tmp_path: Path, keys: list[str], vectors: list[Any], message: str) -> None:
     table = table_of(tmp_path, pa.array(keys), pa.array(vectors))
     with pytest.raises(DataError, match=f"^{table.initial}: .*{message}"):
         rows_by_key(table)

@@ -21,9 +21,7 @@ seeds = st.integers(0, 2**32 - 1)
 )
 @given(seed=seeds, size=st.integers(0, 300))
 @settings(max_examples=10, deadline=None, derandomize=True)
-def test_group_ids_is_a_stable_sort(
-    dtype: type[np.signedinteger[Any]], num_rows: int, seed: int, size: int
-) -> None:
+def test_group_ids_is_stable(dtype: type[np.signedinteger[Any]], num_rows: int, seed: int, size: int) -> None:
     random = np.random.default_rng(seed)
     few, edges = random.integers(0, num_rows, 5), np.array([0, num_rows - 1])
     choices = np.concatenate([few, edges, random.integers(0, num_rows, size)])

@@ -84,9 +84,7 @@ def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec],
 
 @given(plans())
 @settings(deadline=None, max_examples=60, database=None)
-def test_groups_lay_out_all_shards_of_a_worker_without_gap_or_overlap(
-    case: tuple[list[TableSpec], int],
-) -> None:
+def test_groups_lay_out_all_shards_of_a_worker_side_by_side(case: tuple[list[TableSpec], int]) -> None:
     placement = place(*case)
     for worker in range(placement.num_workers):
         groups = placement.groups(worker)

@@ -126,9 +126,7 @@ def test_each_value_keeps_its_row_and_its_optimizer_state(
     assert not now.warnings
 
 
-def test_a_table_without_a_counterpart_is_new_and_named(
-    yesterday: tuple[Path, Started], tmp_path: Path
-) -> None:
+def test_a_table_without_a_counterpart_is_new(yesterday: tuple[Path, Started], tmp_path: Path) -> None:
     now = start(today(tmp_path, "product", train={"initial": yesterday[0]}))
     assert "product" in now.warnings
     assert " item " in now.warnings

@@ -158,9 +158,7 @@ def test_a_column_with_the_name_of_an_output_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_program_is_loaded_without_this_project(
-    shop_run: Path, shop_served: Path, tmp_path: Path
-) -> None:
+def test_a_program_is_loaded_without_this_project(shop_run: Path, shop_served: Path, tmp_path: Path) -> None:
     model, new = load(shop_run), write_shop(tmp_path / "new.csv", 20, seed=2)
     inputs = model.encode(texts_of(new))
     torch.save([inputs[name] for name in model.input_names], tmp_path / "inputs.pt")
@@ -209,9 +207,7 @@ def test_a_damaged_shard_is_refused_by_name(run: Path, tmp_path: Path, damage: s
         load(tmp_path / "served")
 
 
-def test_only_changed_shards_are_written_again(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_shards_are_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
     model = load(run)
     tables = table_export.TableExport(model, model.dtype)
@@ -302,9 +298,7 @@ def test_a_custom_net_may_reshape_some_columns_and_rows_keep_their_type(
     assert sorted(dtypes, key=str) == [torch.bfloat16, torch.bfloat16, torch.float64]
 
 
-def test_an_operator_that_onnx_lacks_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_that_onnx_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE.repeat_interleave(pooled_BE.new_ones(4).long(), dim=1)"
     run = custom_run(tmp_path, "repeating", body, 4, data={"sparse": ["item"]})
@@ -486,9 +480,7 @@ def test_the_documented_notebook_computes_the_predictions(
     assert found["probabilities"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_each_row_of_a_stream_is_predicted_at_once(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_is_predicted_at_once(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A client writes a row and waits for its line before it writes the next."""
     header, *rows = write_clicks(tmp_path / "new.csv", 5, seed=4).read_text().splitlines()
     (rows_read, rows_written), (read, written) = os.pipe(), os.pipe()

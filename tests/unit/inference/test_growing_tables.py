@@ -126,9 +126,7 @@ def with_dictionaries(run: Path, grown: Mapping[str, Mapping[int, Tensor]]) -> C
         ("grow", "uniform", "bfloat16"),
     ],
 )
-def test_known_and_unknown_keys_read_what_a_dictionary_holds(
-    tmp_path: Path, vocabulary: str, init: str, dtype: str
-) -> None:
+def test_keys_read_what_a_dictionary_holds(tmp_path: Path, vocabulary: str, init: str, dtype: str) -> None:
     inits = {f"tables.{name}": {"init": init} for name in ("user", "item", "tags")}
     sections: dict[str, dict[str, object]] = {"data": {"vocabulary": vocabulary}}
     sections |= (
@@ -226,9 +224,7 @@ if __name__ == "__main__":
 """
 
 
-def test_tables_of_a_custom_loop_are_read_by_the_keys_of_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_a_custom_loop_are_read_by_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clicks.toml").write_text(to_toml(clicks_config(tmp_path, data={"vocabulary": "grow"})))
     padding = int(compute_keys(pa.array(["a"]))[0])

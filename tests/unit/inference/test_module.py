@@ -71,9 +71,7 @@ def test_outputs_of_built_in_nets_equal_the_engine(tmp_path: Path, net: str, poo
     ],
     ids=lambda sections: "-".join(f"{k}.{n}" for k, values in sections.items() for n in values),
 )
-def test_outputs_of_other_configurations_equal_the_engine(
-    tmp_path: Path, sections: dict[str, dict[str, object]]
-) -> None:
+def test_other_outputs_equal_the_engine(tmp_path: Path, sections: dict[str, dict[str, object]]) -> None:
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
     check_outputs(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-6)
 
@@ -195,9 +193,7 @@ def test_module_of_a_custom_loop_is_loaded_into_modules_of_torch(tmp_path: Path)
         ("mmoe", 'net = "mmoe"', 'net = "mmoe(experts = 1000)"'),
     ],
 )
-def test_a_net_of_other_shapes_than_its_file_is_not_built(
-    net: str, before: str, after: str, tmp_path: Path
-) -> None:
+def test_a_net_of_other_shapes_is_not_built(net: str, before: str, after: str, tmp_path: Path) -> None:
     """A foreign run of a few bytes must not fill the memory."""
     remote = {"remote_mlp": [8]} if "remote" in before else {}
     dense = {"net": net, "top_mlp": [256, 128], **remote}

@@ -126,9 +126,7 @@ def _as_parquet(folder: Path) -> Path:
         (["user", "user"], "--keep = 'user': "),
     ],
 )
-def test_invalid_columns_to_keep_are_refused(
-    run: Path, tmp_path: Path, keep: list[str], message: str
-) -> None:
+def test_invalid_kept_columns_are_refused(run: Path, tmp_path: Path, keep: list[str], message: str) -> None:
     new = write_clicks(tmp_path / "new.csv", 9)
     with pytest.raises(ConfigError, match=message):
         predict(run, [str(new)], tmp_path / "p.csv", keep)
@@ -180,9 +178,7 @@ def check_same(found: Path, expected: Path, num_kept: int) -> None:
     assert ours.std(axis=0).min() > 1e-4
 
 
-def test_standard_input_has_the_predictions_of_files(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_input_equals_files(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With invalid rows, and more rows than a batch."""
     new = write_clicks(tmp_path / "new.csv", 70, seed=4)
     lines = new.read_text().splitlines()
@@ -207,9 +203,7 @@ def test_standard_input_has_the_predictions_of_files(
     assert "  standard input:7: price is 'much', expected a finite number\n" in beside
 
 
-def test_equal_rows_of_a_block_have_equal_predictions(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_rows_are_predicted_alike(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     header, *rows = write_clicks(tmp_path / "new.csv", 9, seed=4).read_text().splitlines()
     (tmp_path / "again.csv").write_text("\n".join([header, *(rows * 40)]) + "\n")
     with standard_input(tmp_path / "again.csv"):
@@ -239,9 +233,7 @@ def test_errors_leave_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
 
 
-def test_a_closed_pipe_ends_the_command_silently(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_pipe_ends_silently(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with (

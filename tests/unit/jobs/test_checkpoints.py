@@ -184,9 +184,7 @@ def test_checkpoints_are_due_by_minutes(start: Start, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("keep_best", "kept"), [("auc", [2, 10]), ("log_loss", [6, 10]), ("none", [10])], ids=str
 )
-def test_the_best_checkpoint_is_written_at_once_and_kept(
-    start: Start, keep_best: str, kept: list[int]
-) -> None:
+def test_a_best_checkpoint_is_written_at_once_and_kept(start: Start, keep_best: str, kept: list[int]) -> None:
     run = start(keep_best=keep_best, keep_last=1)
     run.at(1, math.nan, math.nan)  # any number is better
     for step, auc, log_loss in ((2, 0.8, 0.5), (4, 0.7, 0.6), (6, 0.8, 0.4), (8, math.nan, math.nan)):
@@ -311,9 +309,7 @@ def test_metrics_of_a_failed_checkpoint_make_no_later_step_the_best(start: Start
     assert run.role.saved_steps == [20]
 
 
-def test_the_log_waits_for_the_space_of_a_failing_checkpoint(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_awaits_space_of_a_failing_checkpoint(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     run.role.has_room = False
     run.role.may_write.clear()
@@ -395,9 +391,7 @@ def test_the_checkpoint_of_a_stop_may_become_the_best(start: Start, is_last: boo
     assert (again.warnings, again.stored) == ([], [20, 30])
 
 
-def test_a_checkpoint_stays_if_its_evaluation_cannot_be_added(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_stays_without_its_evaluation(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     run.checkpoints.write_last(state(20, owes=True), is_stopped=True)
     again = start(run.checkpoints.best)

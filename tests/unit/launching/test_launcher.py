@@ -141,9 +141,7 @@ def test_restarts_are_recorded(restarts: Restarts, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.STARVED])
-def test_some_causes_end_the_run_only_before_its_first_step(
-    cause: Cause, restarts: Restarts, tmp_path: Path
-) -> None:
+def test_some_causes_end_a_run_only_at_its_start(cause: Cause, restarts: Restarts, tmp_path: Path) -> None:
     error = RoleFailure("trainer 0: KeyError: 'x'", cause)
     with pytest.raises(ClusterError, match=r"^trainer 0: KeyError: 'x'"):
         restarts.plan_restart(error)

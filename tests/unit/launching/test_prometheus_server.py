@@ -119,9 +119,7 @@ def test_the_port_is_closed_at_the_end(tmp_path: Path, port: int) -> None:
         get(port, "/healthz")
 
 
-def test_a_port_that_cannot_be_used_is_refused(
-    served: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_port_is_refused(served: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     section = ClusterSection(metrics_port=port)
     with pytest.raises(ConfigError, match=rf"^cluster\.metrics_port = {port}: "):
         serving_metrics(section, served)

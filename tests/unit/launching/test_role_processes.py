@@ -187,9 +187,7 @@ def test_a_role_reports_its_error(most_bytes: int, tmp_path: Path) -> None:
     assert ("Traceback" in log_path(tmp_path, MASTER).read_text()) == bool(most_bytes)
 
 
-def test_a_role_reports_that_its_log_cannot_be_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_role_reports_an_unwritable_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = log_path(tmp_path, MASTER)
     log.parent.touch()
     code, report = end_of_master(tmp_path)

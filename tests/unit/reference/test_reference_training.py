@@ -273,9 +273,7 @@ def train_rows(spec: OptimizerSpec, dtype: torch.dtype = torch.float64) -> tuple
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 @pytest.mark.parametrize("name", TORCH)
-def test_each_row_has_the_bits_of_a_separate_torch_optimizer(
-    name: str, decay: float, dtype: torch.dtype
-) -> None:
+def test_each_row_has_the_bits_of_its_own_optimizer(name: str, decay: float, dtype: torch.dtype) -> None:
     table_RD, state = train_rows(make_spec(name, decay), dtype)
     rows = [nn.Parameter(row) for row in initial_table(dtype)]
     optimizers = [TORCH[name]([row], decay) for row in rows]

@@ -183,9 +183,7 @@ def test_a_recorded_connection_reveals_and_opens_nothing(opened: OpenRendezvous)
     check_that_roles_are_served(opened)
 
 
-def test_recorded_frames_stay_secret_if_the_secret_leaks(
-    opened: OpenRendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leaked_secret_opens_no_old_frames(opened: OpenRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs: list[KeyPair] = []
 
     class RecordedKeyPair(KeyPair):
@@ -282,9 +280,7 @@ def test_temporary_errors_of_accept_are_retried(monkeypatch: pytest.MonkeyPatch)
     assert errors == []
 
 
-def test_roles_are_served_among_many_unauthenticated_peers(
-    opened: OpenRendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_roles_are_served_among_many_others(opened: OpenRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     """New peers displace the oldest of their address; peers of other addresses stay."""
     monkeypatch.setattr(rendezvous_server, "MAX_UNAUTHENTICATED", MAX_PEERS)
     with ExitStack() as stack:

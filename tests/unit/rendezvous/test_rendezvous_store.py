@@ -83,9 +83,7 @@ def test_threads_share_a_store(store: RendezvousStore) -> None:
 
 
 @pytest.mark.parametrize("operation", ["get", "wait"])
-def test_a_wait_ends_when_the_last_key_comes(
-    operation: str, store: RendezvousStore, rendezvous: OpenRendezvous
-) -> None:
+def test_waits_end_with_the_key(operation: str, store: RendezvousStore, rendezvous: OpenRendezvous) -> None:
     first, last = f"{operation} first", f"{operation} last"
     with ThreadPoolExecutor(1) as pool, rendezvous.store() as other:
         waiting = (

@@ -163,9 +163,7 @@ def test_unwritable_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytes
         pytest.fail("there is no such folder")
 
 
-def test_the_folder_of_a_killed_command_is_removed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_a_killed_command_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("killed", "running", "reported", "starting"):
         (tmp_path / f"hybrid-run-{name}/logs").mkdir(parents=True)

@@ -36,9 +36,7 @@ def test_a_written_file_gives_the_same_keys(tmp_path: Path) -> None:
     assert found_key(file) == secret.key("calls")
 
 
-def test_the_environment_gives_the_secret_without_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_gives_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Secret.find("") is None
     monkeypatch.setenv(VARIABLE, f" {LONG}\n")
     assert found_key("") == Secret(LONG).key("calls")
@@ -58,9 +56,7 @@ def test_a_file_that_others_may_access_is_rejected(mode: int, tmp_path: Path) ->
     "value",
     [LONG[:31], "password" * 4, "abcdefghijklmnopqrstuvwxyz012345", "11111111-1111-1111-1111-111111111111"],
 )
-def test_a_short_secret_or_one_that_can_be_guessed_is_rejected(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_or_guessable_secret_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ConfigError, match=f"^{VARIABLE}: ") as raised:
         Secret.find("")

@@ -36,9 +36,7 @@ SIZES = [*product(KINDS, (0, 5)), ("path", 23 * MIB + 3), ("store", 23 * MIB + 3
 
 
 @pytest.mark.parametrize(("folder", "num_bytes"), SIZES, indirect=["folder"])
-def test_a_file_is_read_as_it_was_written(
-    folder: StoragePath, num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_has_its_content(folder: StoragePath, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 2 * MIB)
     file, content = folder / "a.bin", some_bytes(num_bytes)
     with files.open_writer(file) as writer:
@@ -115,9 +113,7 @@ def test_the_tag_of_a_file_depends_on_its_content(folder: RemotePath) -> None:
     [(5, {}), (5, {"torn": b"earlier"}), (23 * MIB, {"torn": b"earlier"})],
     ids=["new", "overwrite", "large"],
 )
-def test_a_failed_write_leaves_the_earlier_files(
-    folder: StoragePath, num_bytes: int, before: dict[str, bytes]
-) -> None:
+def test_failed_writes_change_nothing(folder: StoragePath, num_bytes: int, before: dict[str, bytes]) -> None:
     for name, content in before.items():
         files.write_bytes(folder / name, content)
 

@@ -83,9 +83,7 @@ def test_a_truncated_response_is_retried(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("before", [None, b"earlier"], ids=["new", "overwrite"])
 @pytest.mark.parametrize(("num_bytes", "refused"), [(len(CONTENT), "partNumber=2"), (5, "")])
-def test_a_refused_upload_leaves_the_earlier_file(
-    proxy: Proxy, num_bytes: int, refused: str, before: bytes | None
-) -> None:
+def test_refused_upload_keeps_files(proxy: Proxy, num_bytes: int, refused: str, before: bytes | None) -> None:
     file = through(proxy, f"half-{num_bytes}-{before is None}/a")
     if before is not None:
         files.write_bytes(file, before)
@@ -173,9 +171,7 @@ def address(certificate: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_only_a_known_certificate_is_trusted(
-    address: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificates_are_checked(address: str, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown one is refused at once. A region gives each request its own client."""
     file, begun = RemotePath("s3://none", "a", f"region=refused&endpoint_override={address}"), monotonic()
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)

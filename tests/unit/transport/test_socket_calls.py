@@ -226,9 +226,7 @@ def test_a_silent_worker_is_lost_after_the_timeout() -> None:
     theirs.socket.close()
 
 
-def test_the_timeout_counts_from_the_start_of_the_wait(
-    client: SocketClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_timeout_counts_from_the_wait(client: SocketClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script may pause between steps, while a prefetched lookup waits for gradients of the next step."""
     early, now = client.call(defer, 1), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + 10 * SECONDS)

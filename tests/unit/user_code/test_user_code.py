@@ -135,9 +135,7 @@ def another_value(key: Key) -> str:
 
 
 @pytest.mark.parametrize("dotted", NEED_SIGNATURE)
-def test_no_value_of_another_user_has_an_effect_unless_allowed(
-    dotted: str, tmp_path: Path, state: Path
-) -> None:
+def test_another_users_value_has_no_effect_unless_allowed(dotted: str, tmp_path: Path, state: Path) -> None:
     section, _, name = dotted.rpartition(".")
     key, kind = NEED_SIGNATURE[dotted], section.partition(".")[0]
     setting = f"{dotted}={another_value(key)}"
@@ -228,9 +226,7 @@ def test_a_module_with_the_name_of_an_installed_one_is_refused(
 
 
 @pytest.mark.parametrize("given", ["", "folder"])
-def test_a_folder_has_modules_for_the_user_only(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_has_its_users_modules(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules find others beside them, at any time. A library does not find an optional module there."""
     (tmp_path / "site-packages").mkdir()
     function = f"def build():\n    import {given}later\n    return {given}library"

@@ -86,9 +86,7 @@ def test_each_feature_has_its_columns_forward_and_backward(
 
 @POOLED
 @PLACED
-def test_features_of_one_table_may_pool_differently(
-    stack: ExitStack, placement: str, workers: int, pooled_by: str
-) -> None:
+def test_poolings_of_a_table_differ(stack: ExitStack, placement: str, workers: int, pooled_by: str) -> None:
     poolings = (Pooling.MEAN, Pooling.MAX)
     shared = dataclasses.replace(placed(table("s", 2, None), placement, pooled_by), poolings=poolings)
     each = cluster(stack, [shared, A], workers, dtype=DTYPE, multi_hot=("s0", "s1"))
@@ -100,9 +98,7 @@ def test_features_of_one_table_may_pool_differently(
 @TRAINING
 @pytest.mark.parametrize("by_trainers", ["", "a", "abcd"], ids=["none", "one", "all"])
 @pytest.mark.parametrize("placement", ["table", "row"])
-def test_weights_apply_only_to_their_features(
-    stack: ExitStack, placement: str, by_trainers: str, purpose: Purpose
-) -> None:
+def test_features_have_weights(stack: ExitStack, placement: str, by_trainers: str, purpose: Purpose) -> None:
     poolings = {"a": Pooling.SUM, "b": Pooling.MEAN, "c": Pooling.MAX, "d": Pooling.MEAN, "e": Pooling.SUM}
     tables = [
         placed(table(name, 3, None, pooling), placement, "trainers" if name in by_trainers else "workers")
@@ -227,9 +223,7 @@ SEQUENCE_ORDERS = [SEQUENCE_FEATURES[k:] + SEQUENCE_FEATURES[:k] for k in range(
 
 @TRAINING
 @pytest.mark.parametrize("order", SEQUENCE_ORDERS, ids=" ".join)
-def test_each_sequence_has_its_columns_forward_and_backward(
-    stack: ExitStack, order: Sequence[str], purpose: Purpose
-) -> None:
+def test_each_sequence_has_its_columns(stack: ExitStack, order: Sequence[str], purpose: Purpose) -> None:
     each = cluster(stack, SEQUENCE_TABLES, 2, dtype=DTYPE, multi_hot=SEQUENCES_AND_TAGS, order=order)
     check_step(each, features_of_bags(random_bags(each)), purpose)
 

@@ -87,9 +87,7 @@ def test_values_of_bfloat16_stay_and_finite_values_stay_finite(stack: ExitStack,
 @pytest.mark.parametrize("all_rows", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", TABLE_OPTIMIZERS.names)
-def test_optimizers_have_the_bits_of_the_reference(
-    stack: ExitStack, name: str, dtype: torch.dtype, all_rows: bool
-) -> None:
+def test_bits_equal_the_reference(stack: ExitStack, name: str, dtype: torch.dtype, all_rows: bool) -> None:
     """State is not rounded."""
     if all_rows and "all_rows" not in TABLE_OPTIMIZERS.parse("", name).arguments:
         return
@@ -126,9 +124,7 @@ def clusters_of(stack: ExitStack, optimizer: str, num_workers: int, **changes: A
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_bits_depend_neither_on_workers_nor_on_a_restart(
-    stack: ExitStack, tmp_path: Path, optimizer: str
-) -> None:
+def test_bits_ignore_workers_and_restarts(stack: ExitStack, tmp_path: Path, optimizer: str) -> None:
     """One table is in float32, in the same messages."""
     one, three, resumed = (clusters_of(stack, optimizer, workers) for workers in (1, 3, 2))
     one.train(0, 4)

@@ -245,9 +245,7 @@ def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> 
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_checkpoint_with_other_keys_is_refused(
-    change: dict[str, Tensor | None], message: str, tmp_path: Path
-) -> None:
+def test_other_keys_are_refused(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     table = spec(Growth(), "sgd")
     with closing(Workers(table, 2)) as actual:
         actual.update(0, 0, torch.tensor([2, 3]), torch.ones(2, DIM))

@@ -71,9 +71,7 @@ def test_other_number_of_workers_resumes_bit_for_bit(
     assert_same_bits(second.whole(), first.whole())
 
 
-def test_save_waits_for_the_running_update(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_waits_for_updates(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last backward pass returns before its update is applied; a checkpoint must have the update."""
     (host,) = cluster(stack, specs(optimizer="sgd"), 1).hosts.values()
     shard = host.groups[0].group.shards[0]
@@ -227,9 +225,7 @@ def test_split_with_untouched_shards_updates_all_rows_to_the_same_bits(stack: Ex
 class TestFiniteness:
     @pytest.mark.parametrize("placement", ["table", "row"])
     @pytest.mark.parametrize(("name", "row"), [("a", 0), ("b", 0), ("b", 3), ("c", 0), ("c", 22)])
-    def test_non_finite_gradient_names_table_and_row(
-        self, stack: ExitStack, placement: str, name: str, row: int
-    ) -> None:
+    def test_non_finite_gradients_raise(self, stack: ExitStack, placement: str, name: str, row: int) -> None:
         each = cluster(stack, specs(placement), 3)
         number = list(NUM_ROWS).index(name)
         ids = SparseFeatures(torch.tensor([1, 1, 1]).index_fill(0, torch.tensor(number), row), None, None, 3)
