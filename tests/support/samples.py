@@ -110,7 +110,7 @@ def fit(
         name: rank([ValueCounts.of(block.sparse[k]) for block in blocks for k in group])
         for name, group in group_by_vocabulary(layout.sparse, tables).items()
     }
-    return fit_encoder(layout, tables, FittedStatistics.of(layout, blocks), ranked)
+    return fit_encoder(layout, tables, FittedStatistics.of_all(blocks, layout), ranked)
 
 
 def located(report: InvalidRowReport, path: Path) -> list[str]:

@@ -44,7 +44,7 @@ _TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # types of arrays; other array
     "ids": (np.int32, np.int64),
 }
 
-Arrays: TypeAlias = dict[str, npt.NDArray[Any]]  # by name
+Position: TypeAlias = npt.NDArray[np.int64]  # int64 (1 + K,); see SplitWriter
 
 
 class PreparedDataset:
@@ -126,7 +126,7 @@ class PreparedDataset:
         return block_batch(self._samples.take(rows), self.input_spec)._replace(global_size=global_size)
 
 
-def map_split(folder: Path, manifest: DataManifest, split: str) -> Arrays:
+def map_split(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
     """Map all arrays of a split into memory, by name; DataError if one is missing or has a wrong form."""
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
@@ -196,16 +196,6 @@ def block_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
     )
 
 
-class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: the numbers of samples, and of ids by column, before it."""
-
-    row: int
-    values_K: npt.NDArray[np.int64]
-
-    def plus(self, num_rows: int, values_K: npt.NDArray[np.int64]) -> SplitPosition:
-        return SplitPosition(self.row + num_rows, self.values_K + values_K)
-
-
 class LabelSums(NamedTuple):
     """Label statistics of T tasks in a block, over the samples with a weight above 0 for the task."""
 
@@ -244,70 +234,71 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
     return tuple(reports)
 
 
-def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> Arrays:
-    """Create and map the arrays of a split, which end at position ``end``; OSError if the disk is full."""
-    folder.mkdir(parents=True, exist_ok=True)
-    features = spec.sparse_features
-    multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
-    arrays: Arrays = {}
+class SplitWriter:
+    """Creates the arrays of a split, and writes samples to any position; several threads may write.
 
-    def create(name: str, num_rows: int, dtype: npt.DTypeLike, *row_shape: int) -> None:
-        path = folder / f"{name}.npy"
-        arrays[name] = np.lib.format.open_memmap(path, "w+", dtype, (num_rows, *row_shape))
+    A position is the number of samples, and of ids of each of K features, before it. OSError if the disk is
+    full.
+
+    Args:
+        end: the position after the last sample.
+    """
+
+    def __init__(self, folder: Path, spec: InputSpec, targets: TargetSpec, end: Position) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._arrays = folder, dict[str, npt.NDArray[Any]]()
+        num_rows, *ids_K = end.tolist()
+        num_tasks = len(targets.tasks)
+        is_binary = all(task.kind == "binary" for task in targets.tasks.values())
+        one_id = [feature for feature in spec.sparse_features if not feature.multi_hot]
+        self._create("dense", np.float32, num_rows, len(spec.dense_features))
+        self._create("ids", _id_type(one_id), num_rows, len(one_id))
+        self._create("source_rows", np.int64, num_rows)
+        self._create("labels", np.uint8 if is_binary else np.float32, num_rows, num_tasks)
+        if targets.has_weights:
+            self._create("weights", np.float32, num_rows, num_tasks)
+        if targets.data.group:
+            self._create("groups", np.int64, num_rows)
+        self._multi_hot = [k for k, feature in enumerate(spec.sparse_features) if feature.multi_hot]
+        for k in self._multi_hot:
+            feature = spec.sparse_features[k]
+            self._create(f"bag_{k}_offsets", np.int64, num_rows + 1)
+            self._create(f"bag_{k}_ids", _id_type([feature]), ids_K[k])
+            if feature.weighted:
+                self._create(f"bag_{k}_weights", np.float32, ids_K[k])
+
+    def _create(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+        path = self._folder / f"{name}.npy"
+        self._arrays[name] = np.lib.format.open_memmap(path, "w+", dtype, shape)
         # If the disk is full, this fails; a write to a mapped array would kill the process.
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
-    create("dense", end.row, np.float32, len(spec.dense_features))
-    one_id = [feature for feature in features if not feature.multi_hot]
-    has_keys = any(feature.is_growing for feature in one_id)
-    create("ids", end.row, np.int64 if has_keys else np.int32, len(one_id))
-    create("source_rows", end.row, np.int64)
-    is_binary = all(task.kind == "binary" for task in targets.tasks.values())
-    create("labels", end.row, np.uint8 if is_binary else np.float32, len(targets.tasks))
-    if targets.has_weights:
-        create("weights", end.row, np.float32, len(targets.tasks))
-    if targets.data.group:
-        create("groups", end.row, np.int64)
-    for k in multi_hot:
-        create(f"bag_{k}_offsets", end.row + 1, np.int64)
-        create(f"bag_{k}_ids", int(end.values_K[k]), np.int64 if features[k].is_growing else np.int32)
-        if features[k].weighted:
-            create(f"bag_{k}_weights", int(end.values_K[k]), np.float32)
-    return arrays
+    def write(self, start: Position, block: EncodedBlock, source_rows_B: npt.NDArray[np.int64]) -> Position:
+        """Write a block with targets to the position ``start``, and return the position after it.
 
-
-class SplitWriter:
-    """Writes blocks of samples into the arrays of a split, from ``start`` on.
-
-    Attributes:
-        label_sums: the sums of the labels of each block.
-    """
-
-    def __init__(self, arrays: Arrays, spec: InputSpec, start: SplitPosition) -> None:
-        self._arrays = arrays
-        self._row = start.row
-        features = enumerate(spec.sparse_features)
-        self._bag_ends = {k: int(start.values_K[k]) for k, feature in features if feature.multi_hot}
-        self.label_sums: list[LabelSums] = []
-
-    def append(self, block: EncodedBlock, source_rows_B: npt.NDArray[np.int64]) -> None:
-        """Write the next block, which has targets; ``source_rows_B`` are the row numbers in the input."""
-        targets = block.targets
+        ``source_rows_B`` are the row numbers in the input.
+        """
+        targets, end = block.targets, start.copy()
         assert targets is not None
-        self._put(self._row, dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
-        self._put(self._row, labels=targets.labels_BT, weights=targets.weights_BT, groups=targets.groups_B)
-        for (k, end), bag in zip(self._bag_ends.items(), block.bags, strict=True):
-            self._put(self._row + 1, **{f"bag_{k}_offsets": end + bag.offsets[1:]})
-            self._put(end, **{f"bag_{k}_ids": bag.ids_L, f"bag_{k}_weights": bag.weights_L})
-            self._bag_ends[k] += len(bag.ids_L)
-        self._row += len(source_rows_B)
-        self.label_sums.append(LabelSums.of(targets))
+        self._put(start[0], dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
+        self._put(start[0], labels=targets.labels_BT, weights=targets.weights_BT, groups=targets.groups_B)
+        end[0] += block.size
+        for k, bag in zip(self._multi_hot, block.bags, strict=True):
+            first = start[1 + k]
+            self._put(start[0] + 1, **{f"bag_{k}_offsets": first + bag.offsets[1:]})
+            self._put(first, **{f"bag_{k}_ids": bag.ids_L, f"bag_{k}_weights": bag.weights_L})
+            end[1 + k] += len(bag.ids_L)
+        return end
 
     def _put(self, start: int, **arrays: npt.NDArray[Any] | None) -> None:
         for name, rows in arrays.items():
             if rows is not None:
                 self._arrays[name][start : start + len(rows)] = rows
+
+
+def _id_type(features: Sequence[FeatureSpec]) -> npt.DTypeLike:
+    return np.int64 if any(feature.is_growing for feature in features) else np.int32
 
 
 def write_group_order(split: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -116,44 +115,40 @@ class Moments(NamedTuple):
         return tuple(encodings)
 
 
-class Quantiles:
-    """The quantiles of a column that arrives in blocks, in bounded memory.
+class Quantiles(NamedTuple):
+    """A sample of a column from which quantiles are computed, in bounded memory.
 
-    Quantiles of up to ``MAX_KEPT`` numbers are exact. More numbers are replaced by ``MAX_KEPT / 2`` of them,
-    at evenly spaced ranks. After N numbers, the rank of a quantile is then wrong by at most
-    N * (N / MAX_KEPT ** 2), which is 0.1 % of N for a billion numbers.
+    Up to ``MAX_KEPT`` numbers are kept. More numbers are replaced by ``MAX_KEPT / 2`` of them, at evenly
+    spaced ranks. After N numbers, the rank of a quantile is then wrong by at most N * (N / MAX_KEPT ** 2),
+    which is 0.1 % of N for a billion numbers.
     """
 
-    def __init__(self) -> None:
-        self._values = np.empty(0)
-        self._weights = np.empty(0)
+    values: npt.NDArray[np.float64]  # without NaN
+    weights: npt.NDArray[np.float64]  # the number of numbers that each value stands for
 
-    def add(self, numbers: npt.NDArray[np.float64]) -> None:
-        """Add numbers, none of which is NaN."""
-        for start in range(0, len(numbers), MAX_KEPT // 2):
-            block = numbers[start : start + MAX_KEPT // 2]
-            self._values = np.concatenate([self._values, block])
-            self._weights = np.concatenate([self._weights, np.ones(len(block))])
-            if len(self._values) > MAX_KEPT:
-                values, ends = self._sort()
-                half = MAX_KEPT // 2
-                step = ends[-1] / half
-                index = np.searchsorted(ends, (np.arange(half) + 0.5) * step, side="right")
-                self._values = values[np.minimum(index, len(values) - 1)]
-                self._weights = np.full(half, step)
+    @classmethod
+    def of(cls, numbers: npt.NDArray[np.float64]) -> Quantiles:
+        return cls(numbers, np.ones(len(numbers)))
+
+    def plus(self, block: Quantiles) -> Quantiles:
+        kept = Quantiles(np.append(self.values, block.values), np.append(self.weights, block.weights))
+        if len(kept.values) <= MAX_KEPT:
+            return kept
+        half = MAX_KEPT // 2
+        step = kept.weights.sum() / half
+        return Quantiles(kept._at_ranks((np.arange(half) + 0.5) * step), np.full(half, step))
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
         """Return the bounds of ``buckets`` equally full buckets; fewer if numbers are equal or missing."""
-        if not len(self._values):
+        if not len(self.values):
             return ()
-        values, ends = self._sort()
-        ranks = ends[-1] * np.arange(1, buckets) / buckets
-        bounds = np.unique(values[np.searchsorted(ends, ranks, side="right")])
-        return tuple(bounds[bounds > values[0]].tolist())
+        bounds = np.unique(self._at_ranks(self.weights.sum() * np.arange(1, buckets) / buckets))
+        return tuple(bounds[bounds > self.values.min()].tolist())
 
-    def _sort(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        order = np.argsort(self._values, kind="stable")
-        return self._values[order], np.cumsum(self._weights[order])
+    def _at_ranks(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        order = self.values.argsort()
+        ends = self.weights[order].cumsum()
+        return self.values[order[np.searchsorted(ends, ranks, side="right")]]
 
 
 class ValueCounts(NamedTuple):
@@ -173,44 +168,43 @@ class ValueCounts(NamedTuple):
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
 
-class BlockStatistics(NamedTuple):
-    """Statistics of a block of training rows, without the counts of values (:class:`ValueCounts`)."""
+class FittedStatistics(NamedTuple):
+    """Statistics of training rows, without the counts of values (:class:`ValueCounts`)."""
 
     moments: Moments
     several_K: npt.NDArray[np.bool_]  # whether a row of a column of data.sparse has several values
-    numbers_K: list[npt.NDArray[np.float64]]  # numbers of columns with quantile buckets; none of others
+    quantiles_K: Sequence[Quantiles]  # of the columns with quantile buckets; without numbers for others
 
     @classmethod
-    def of(cls, block: RawBlock, layout: Layout) -> BlockStatistics:
+    def empty(cls, layout: Layout) -> FittedStatistics:
+        num_sparse = len(layout.sparse)
+        moments = Moments.of(np.empty((0, len(layout.dense))), ())
+        return cls(moments, np.zeros(num_sparse, np.bool_), [Quantiles.of(np.empty(0))] * num_sparse)
+
+    @classmethod
+    def of_all(cls, blocks: Iterable[RawBlock], layout: Layout) -> FittedStatistics:
+        statistics = cls.empty(layout)
+        for block in blocks:
+            statistics = statistics.plus(cls.of(block, layout))
+        return statistics
+
+    @classmethod
+    def of(cls, block: RawBlock, layout: Layout) -> FittedStatistics:
         several = [is_list(each) and (np.diff(np.asarray(each.offsets)) > 1).any() for each in block.sparse]
         numbers = [
             np.asarray(values.drop_null()) if "buckets" in column.arguments else np.empty(0)
             for column, values in zip(layout.sparse, block.sparse, strict=True)
         ]
         moments = Moments.of(block.dense_BF, [column.transform for column in layout.dense])
-        return cls(moments, np.array(several, np.bool_), numbers)
+        return cls(moments, np.array(several, np.bool_), [*map(Quantiles.of, numbers)])
 
-
-class FittedStatistics:
-    """The statistics of all blocks of training rows; see :class:`BlockStatistics`."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.moments = Moments.of(np.empty((0, len(layout.dense))), ())
-        self.several_K = np.zeros(len(layout.sparse), np.bool_)
-        self.quantiles_K = [Quantiles() for _ in layout.sparse]
-
-    @classmethod
-    def of(cls, layout: Layout, blocks: Iterable[RawBlock]) -> FittedStatistics:
-        statistics = cls(layout)
-        for block in blocks:
-            statistics.add(BlockStatistics.of(block, layout))
-        return statistics
-
-    def add(self, block: BlockStatistics) -> None:
-        self.moments = self.moments.plus(block.moments)
-        self.several_K |= block.several_K
-        for quantiles, numbers in zip(self.quantiles_K, block.numbers_K, strict=True):
-            quantiles.add(numbers)
+    def plus(self, block: FittedStatistics) -> FittedStatistics:
+        pairs = zip(self.quantiles_K, block.quantiles_K, strict=True)
+        return FittedStatistics(
+            self.moments.plus(block.moments),
+            self.several_K | block.several_K,
+            [before.plus(after) for before, after in pairs],
+        )
 
 
 def group_by_vocabulary(
@@ -261,29 +255,33 @@ def fit_encoder(
     }
     sparse = []
     for k, column in enumerate(layout.sparse):
-        has_weights = column.kind == "weighted"
+        is_weighted = column.kind == "weighted"
         has_several = column.has_several or bool(statistics.several_K[k])
-        is_bag = column.kind != "cross" and (has_several or has_weights)
-        if (values := of_column.get(k)) is not None:
-            # Counts fall: the values that occur at least min_count times come first.
-            min_count = column.vocabulary["min_count"]
-            known = bisect_right(values.counts_D, -min_count, key=lambda count: -count)
-            encoding = SparseEncoding(column.name, "build", 1 + known, is_bag, weighted=has_weights)
-            # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is
-            # unknown.
-            unknown_alone = int(values.counts_D[values.counts_D <= min_count].sum())
-            expected = unknown_alone / max(1, int(values.counts_D.sum()))
-            vocabulary = Vocabulary(values.values.slice(0, known))
-            encoding = replace(encoding, values=vocabulary, expected_unknown=expected)
+        is_bag = is_weighted or (has_several and column.kind != "cross")
+        encoding = SparseEncoding(column.name, GROW, 0, is_bag, weighted=is_weighted)
+        if k in of_column:
+            encoding = _with_values(encoding, of_column[k], column.vocabulary["min_count"])
         elif column.kind in ("buckets", "hour", "weekday"):
             bounds = column.arguments.get("bounds", DATE_BOUNDS.get(column.kind, ()))
             if "buckets" in column.arguments:
                 bounds = statistics.quantiles_K[k].bounds(column.arguments["buckets"])
             encoding = SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
-        else:
-            name, num_rows = GROW, 0
-            if column.vocabulary.name != GROW:
-                name, num_rows = "hash", column.vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS)
-            encoding = SparseEncoding(column.name, name, num_rows, is_bag, weighted=has_weights)
+        elif column.vocabulary.name != GROW:
+            num_rows = column.vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS)
+            encoding = replace(encoding, vocabulary="hash", num_rows=num_rows)
         sparse.append(encoding)
     return FeatureEncoder(statistics.moments.encodings(layout.dense), tuple(sparse))
+
+
+def _with_values(encoding: SparseEncoding, values: ValueCounts, min_count: int) -> SparseEncoding:
+    """Return ``encoding`` with a vocabulary of the ranked values that occur at least ``min_count`` times."""
+    known = int((values.counts_D >= min_count).sum())
+    # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is unknown.
+    unknown_alone = int(values.counts_D[values.counts_D <= min_count].sum())
+    return replace(
+        encoding,
+        vocabulary="build",
+        num_rows=1 + known,
+        values=Vocabulary(values.values.slice(0, known)),
+        expected_unknown=unknown_alone / max(1, int(values.counts_D.sum())),
+    )

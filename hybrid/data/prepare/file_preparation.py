@@ -32,23 +32,9 @@ import pyarrow.compute as pc
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import JOINS, PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
-from hybrid.data.dataset.prepared_dataset import (
-    Arrays,
-    LabelSums,
-    SplitPosition,
-    SplitWriter,
-    create_arrays,
-    label_reports,
-)
+from hybrid.data.dataset.prepared_dataset import LabelSums, Position, SplitWriter, label_reports
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, count_unknown, report_unknown
-from hybrid.data.encode.fitting import (
-    BlockStatistics,
-    FittedStatistics,
-    ValueCounts,
-    fit_encoder,
-    group_by_vocabulary,
-    rank,
-)
+from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary, rank
 from hybrid.data.parse import sources
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import InputFile
@@ -109,10 +95,10 @@ class FilesPreparation:
 
         Raise ConfigError, DataError or StorageError if the files cannot be used.
         """
-        paths = {
-            split: [parse_path(file.path) for file in self.files[split]] for split in self.config.data.splits
+        segments = {
+            split: split_files([parse_path(file.path) for file in self.files[split]], self._layout)
+            for split in self.config.data.splits
         }
-        segments = {split: split_files(each, self._layout) for split, each in paths.items()}
         size = sum(segment.size for segment in chain(*segments.values()))
         fit = available_memory_bytes() // 2 // _MEMORY_PER_THREAD
         cores = len(os.sched_getaffinity(0))
@@ -125,12 +111,13 @@ class FilesPreparation:
         self._threads = ThreadPoolExecutor(self._num_threads, "prepare")
         try:
             pieces, invalid_rows = self._parse(segments)
-            statistics, starts = self._fit(pieces)
+            statistics, starts, ends = self._fit(pieces)
             rank_group = partial(self.rank_values, pieces)
             ranked = self._map("ordering values", ordering, rank_group, [*groups.values()])
             vocabularies = dict(zip(groups, ranked, strict=True))
             encoder = fit_encoder(self._layout, self.config.tables, statistics, vocabularies)
-            reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
+            jobs = [*zip(pieces, starts, strict=True)]
+            reports = self._encode(0.3 - ordering, encoder, jobs, ends, invalid_rows)
         finally:
             self._should_stop.set()
             self._threads.shutdown(cancel_futures=True)
@@ -145,7 +132,7 @@ class FilesPreparation:
             for split, each in segments.items()
             for i, segment in enumerate(each)
         ]
-        reports = dict.fromkeys(self.config.data.splits, NO_INVALID_ROWS)
+        reports = dict.fromkeys(segments, NO_INVALID_ROWS)
         all_pieces: list[Piece] = []
         parsed = self._map("reading", 0.62, self.parse_segment, jobs)
         for split, of_split in segments.items():
@@ -155,10 +142,10 @@ class FilesPreparation:
             first_row = lines = 0
             for segment in of_split:
                 blocks, of_segment = next(parsed)
+                pieces += [each._replace(first_row=first_row + each.first_row) for each in of_segment]
                 lines = lines if segment.start else 0
                 for block in blocks:
                     log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
-                pieces += [each._replace(first_row=first_row + each.first_row) for each in of_segment]
                 lines += sum(block.num_lines for block in blocks)
                 first_row += sum(block.num_rows for block in blocks)
             reports[split] = log.finish()
@@ -170,51 +157,51 @@ class FilesPreparation:
             all_pieces += pieces
         return all_pieces, reports
 
-    def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
-        """Return the statistics of training rows; and by split, the position of each piece, then the end."""
-        statistics = FittedStatistics(self._layout)
-        nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
-        starts = {split: [nothing] for split in self.config.data.splits}
-        for blocks, sizes in self._map("counting", 0.08, self.fit_piece, pieces):
-            for block in blocks:
-                statistics.add(block)
-            for split, size in sizes.items():
-                starts[split].append(starts[split][-1].plus(*size))
-        return statistics, starts
+    def _fit(
+        self, pieces: Sequence[Piece]
+    ) -> tuple[FittedStatistics, list[Mapping[str, Position]], Mapping[str, Position]]:
+        """Return the statistics of training rows, and by split: the position of each piece, and the end."""
+        statistics = FittedStatistics.empty(self._layout)
+        nothing = np.zeros(1 + len(self._layout.sparse), np.int64)
+        starts, ends = list[Mapping[str, Position]](), dict.fromkeys(self.config.data.splits, nothing)
+        for blocks in self._map("counting", 0.08, self.fit_piece, pieces):
+            starts.append(ends.copy())
+            for split, size, of_block in blocks:
+                ends[split] = ends[split] + size
+                statistics = statistics if of_block is None else statistics.plus(of_block)
+        return statistics, starts, ends
 
     def _encode(
         self,
         weight: float,
-        pieces: Sequence[Piece],
         encoder: FeatureEncoder,
-        starts: Mapping[str, Sequence[SplitPosition]],
+        jobs: Sequence[tuple[Piece, Mapping[str, Position]]],
+        ends: Mapping[str, Position],
         invalid_rows: Mapping[str, InvalidRowReport],
     ) -> dict[str, DatasetReport]:
         for _ in self._map("writing", 0.0, self.index_values, encoder.sparse):
             pass
         targets = self._layout.targets
         # Threads do not open .npy files: in Python 3.11, two threads that parse their headers can fail.
-        arrays = {
-            split: create_arrays(self.folder / split, encoder.input_spec, targets, end)
-            for split, (*_, end) in starts.items()
+        writers = {
+            split: SplitWriter(self.folder / split, encoder.input_spec, targets, end)
+            for split, end in ends.items()
         }
-        jobs = [(piece, {split: each[i] for split, each in starts.items()}) for i, piece in enumerate(pieces)]
-        encode = partial(self.encode_piece, encoder, arrays)
-        sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
-        unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in starts}
-        for of_splits in self._map("writing", weight, encode, jobs):
-            for split, (label_sums, counts) in of_splits.items():
-                sums[split] += label_sums
-                unknown[split] += counts
+        sums: dict[str, list[LabelSums]] = {split: [] for split in ends}
+        unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in ends}
+        encode = partial(self.encode_piece, encoder, writers)
+        for split, of_block, counts in chain.from_iterable(self._map("writing", weight, encode, jobs)):
+            sums[split].append(of_block)
+            unknown[split] += counts
         by_time = [held.split for held in self.config.data.holdouts if held.by == "time"]
         return {
             split: DatasetReport(
-                end.row,
+                int(end[0]),
                 label_reports(targets.tasks, sums[split]),
                 invalid_rows[split],
                 report_unknown(encoder, unknown[split], is_later=split in by_time),
             )
-            for split, (*_, end) in starts.items()
+            for split, end in ends.items()
         }
 
     def parse_segment(self, job: tuple[str, Segment, Path]) -> tuple[list[BlockLog], list[Piece]]:
@@ -223,11 +210,6 @@ class FilesPreparation:
         layout = self._layout if split == TRAIN else self._layout.without_holdouts
         folder.mkdir()
         blocks, pieces, held, row = list[BlockLog](), list[Piece](), list[RawBlock](), 0
-
-        def write_held() -> None:
-            pieces.append(Piece.write(folder / f"piece-{len(pieces)}", held, split))
-            held.clear()
-
         for table in sources.read_segment(segment, layout):
             block, invalid = sources.parse(segment.path, table, layout, row)
             blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
@@ -236,37 +218,35 @@ class FilesPreparation:
             row += table.num_rows
             is_large = layout.data.format != "parquet" and len(held) >= sources.SEGMENT_BLOCKS
             if is_large or sum(len(each.source_rows_B) for each in held) >= sources.SEGMENT_ROWS:
-                write_held()
+                pieces.append(Piece.write(folder / f"piece-{len(pieces)}", held, split))
+                held = []
             self._advance(table.num_rows)
         if held:
-            write_held()
+            pieces.append(Piece.write(folder / f"piece-{len(pieces)}", held, split))
         return blocks, pieces
 
-    def fit_piece(self, piece: Piece) -> tuple[list[BlockStatistics], dict[str, SplitPosition]]:
-        """Compute the statistics of a piece's training rows, and write the counts of values into its folder.
+    def fit_piece(self, piece: Piece) -> list[tuple[str, Position, FittedStatistics | None]]:
+        """Count the values of a piece's training rows, and write the counts into its folder.
 
-        Return the statistics of each block; and for each split, the numbers of rows, and of values by column.
+        Return for each block of a split: the split, its numbers of rows and of values by column, and the
+        statistics of training rows.
         """
         layout = self._layout
-        lengths = [len(values) for values in piece.dictionaries()]
-        sizes = dict.fromkeys(layout.data.splits, SplitPosition(0, np.zeros(len(lengths), np.int64)))
         counts: list[npt.NDArray[np.int64]] = [
-            np.zeros(length * column.has_vocabulary, np.int64)
-            for column, length in zip(layout.sparse, lengths, strict=True)
+            np.zeros(len(values) * column.has_vocabulary, np.int64)
+            for column, values in zip(layout.sparse, piece.dictionaries(), strict=True)
         ]
-        statistics = []
+        blocks = list[tuple[str, Position, FittedStatistics | None]]()
         for split, rows in piece.blocks():
             values = [len(c.flatten()) if is_list(c) else len(c) - c.null_count for c in rows.sparse]
-            sizes[split] = sizes[split].plus(len(rows.source_rows_B), np.array(values, np.int64))
-            if split != TRAIN:
-                continue
-            statistics.append(BlockStatistics.of(rows, layout))
+            statistics = FittedStatistics.of(rows, layout) if split == TRAIN else None
+            blocks.append((split, np.array([len(rows.source_rows_B), *values]), statistics))
             for counts_D, column in zip(counts, rows.sparse, strict=True):
-                if counts_D.size:
+                if split == TRAIN and counts_D.size:
                     counts_D += ValueCounts.of(column).counts_D
         for k, counts_D in enumerate(counts):
             counts_D.tofile(piece.counts_path(k))
-        return statistics, sizes
+        return blocks
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
         """Rank the values of columns ``group``, which share a vocabulary; DataError if memory may run out."""
@@ -302,27 +282,25 @@ class FilesPreparation:
     def encode_piece(
         self,
         encoder: FeatureEncoder,
-        arrays: Mapping[str, Arrays],
-        job: tuple[Piece, Mapping[str, SplitPosition]],
-    ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
-        """Write the samples of a piece into the arrays of each split.
+        writers: Mapping[str, SplitWriter],
+        job: tuple[Piece, Mapping[str, Position]],
+    ) -> list[tuple[str, LabelSums, npt.NDArray[np.int64]]]:
+        """Write the samples of a piece; ``job`` has the piece, and its position in each split.
 
-        ``job`` has the piece and, for each split, the position of the piece's first sample in the arrays.
-        Return for each split the label sums of each block, and the sum of ``count_unknown`` of all blocks.
+        Return for each block of a split: the split, the sums of its labels, and ``count_unknown``.
         """
-        piece, positions = job
-        unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
-        values = piece.dictionaries()
+        piece, starts = job
+        positions = dict(starts)
         # For each column, the table row of each distinct value.
-        rows_of_values = [pa.array(each.rows(values[k])) for k, each in enumerate(encoder.sparse)]
-        writers = {
-            split: SplitWriter(arrays[split], encoder.input_spec, start) for split, start in positions.items()
-        }
+        pairs = zip(encoder.sparse, piece.dictionaries(), strict=True)
+        rows_of_values = [pa.array(each.rows(values)) for each, values in pairs]
+        blocks = []
         for split, rows in piece.blocks(rows_of_values):
+            assert rows.targets is not None
             encoded = encoder.encode(rows)
-            unknown[split] += count_unknown(encoder, rows, encoded)
-            writers[split].append(encoded, rows.source_rows_B)
-        return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}
+            positions[split] = writers[split].write(positions[split], encoded, rows.source_rows_B)
+            blocks.append((split, LabelSums.of(rows.targets), count_unknown(encoder, rows, encoded)))
+        return blocks
 
     def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
         """Raise DataError if the free memory does not suffice for ``num_bytes`` in every thread."""
@@ -341,10 +319,8 @@ class FilesPreparation:
         """
         self._progress.start(phase)
         before = self._fraction
-        futures = [self._threads.submit(work, job) for job in jobs]
-        for i, future in enumerate(futures):
-            result = future.result()
-            self._fraction = min(1.0, before + weight * (i + 1) / len(jobs))
+        for i, result in enumerate(self._threads.map(work, jobs), start=1):
+            self._fraction = min(1.0, before + weight * i / len(jobs))
             self._advance(0)
             yield result
 

@@ -31,7 +31,7 @@ from hybrid.config.data_sections import TEST, TRAIN, VALIDATION, without_growth
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data.dataset import dataset_manifest, prepared_dataset
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DataManifest, DatasetReport
-from hybrid.data.dataset.prepared_dataset import PreparedDataset, SplitPosition, SplitWriter
+from hybrid.data.dataset.prepared_dataset import LabelSums, PreparedDataset, SplitWriter, label_reports
 from hybrid.data.encode.feature_encoder import FILE_NAME as FEATURES, FeatureEncoder
 from hybrid.data.parse.input_files import InputFile, check_unchanged, find_input_files, path_columns
 from hybrid.data.prepare import synthetic_log
@@ -155,16 +155,17 @@ def _write_synthetic(
     targets = synthetic_log.targets(config)
     reports, truth = {}, []
     for split, num_rows in config.data.synthetic_splits.items():
-        progress, nothing = Progress(report, "making the synthetic click log"), np.empty(0, np.int64)
-        end = SplitPosition(num_rows, nothing)
-        arrays = prepared_dataset.create_arrays(folder / split, spec, targets, end)
-        writer = SplitWriter(arrays, spec, SplitPosition(0, nothing))
+        progress = Progress(report, "making the synthetic click log")
+        writer, at = SplitWriter(folder / split, spec, targets, np.array([num_rows])), np.array([0])
+        sums = []
         for block in log.blocks(split, num_rows):
-            writer.append(block.samples._replace(targets=block.targets(targets)), block.rows_B)
+            of_block = block.targets(targets)
+            at = writer.write(at, block.samples._replace(targets=of_block), block.rows_B)
+            sums.append(LabelSums.of(of_block))
             progress.add(len(block.rows_B))
             if split == TEST:
                 truth.append((block.logits_B, block.columns[synthetic_log.CLICKED]))
-        labels = prepared_dataset.label_reports(targets.tasks, writer.label_sums)
+        labels = label_reports(targets.tasks, sums)
         reports[split] = DatasetReport(num_rows, labels, NO_INVALID_ROWS)
     # No model predicts clicks better than the true probabilities do.
     logits_B, labels_B = (torch.from_numpy(np.concatenate(blocks)) for blocks in zip(*truth, strict=True))

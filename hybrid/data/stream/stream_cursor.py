@@ -129,7 +129,7 @@ class StreamCursor:
             return encoder
         self.unit, self.num_ready = None, 0  # a unit that cannot be read has not begun, and may be repaired
         layout = stream_layout(self._config)
-        moments = FittedStatistics.of(layout, self.source.sample(unit)).moments
+        moments = FittedStatistics.of_all(self.source.sample(unit), layout).moments
         moments = moments.average_with(encoder.dense, layout.dense, momentum)
         encoder = replace(encoder, dense=moments.encodings(layout.dense))
         self.unit, self.num_ready = replace(unit, is_sampled=True), self.source.count_steps(unit)

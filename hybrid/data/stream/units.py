@@ -172,7 +172,7 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
     Raise DataError if the blocks have no row; an error of the iterator ``blocks`` is raised, too.
     """
     layout = stream_layout(config)
-    return fit_encoder(layout, config.tables, FittedStatistics.of(layout, blocks), {})
+    return fit_encoder(layout, config.tables, FittedStatistics.of_all(blocks, layout), {})
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:

@@ -1,7 +1,9 @@
 """Canonical texts, dates and buckets of the values of a column."""
 
 import decimal
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -245,10 +247,12 @@ def test_seconds_of_text_and_parquet_are_equal() -> None:
 
 
 def bounds_of(numbers: npt.ArrayLike, count: int) -> tuple[float, ...]:
-    quantiles = Quantiles()
-    for part in np.array_split(np.asarray(numbers, np.float64), 3):
-        quantiles.add(part)
-    return quantiles.bounds(count)
+    return quantiles_of(np.array_split(np.asarray(numbers, np.float64), 3)).bounds(count)
+
+
+def quantiles_of(parts: Sequence[npt.NDArray[np.float64]]) -> Quantiles:
+    first, *others = map(Quantiles.of, parts)
+    return reduce(Quantiles.plus, others, first)
 
 
 def test_buckets_are_equally_full_but_for_equal_numbers() -> None:
@@ -278,9 +282,7 @@ def test_quantiles_of_many_numbers_keep_the_error_bound(monkeypatch: pytest.Monk
     numbers = np.random.default_rng(1).lognormal(size=200_000)
     if sort:  # the worst order: each block is beyond those before it
         numbers.sort()
-    found = Quantiles()
-    for part in np.array_split(numbers, 41):
-        found.add(part)
+    found = quantiles_of(np.array_split(numbers, 41))
     numbers.sort()
     ranks = np.searchsorted(numbers, found.bounds(20)) / len(numbers)
     allowed = len(numbers) / (4 * (kept / 2) ** 2) + 1 / kept
