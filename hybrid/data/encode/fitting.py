@@ -260,7 +260,18 @@ def fit_encoder(
         is_bag = is_weighted or (has_several and column.kind != "cross")
         encoding = SparseEncoding(column.name, GROW, 0, is_bag, weighted=is_weighted)
         if k in of_column:
-            encoding = _with_values(encoding, of_column[k], column.vocabulary["min_count"])
+            values, min_count = of_column[k], column.vocabulary["min_count"]
+            known = int((values.counts_D >= min_count).sum())  # ranked first
+            # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is
+            # unknown.
+            unknown_alone = int(values.counts_D[values.counts_D <= min_count].sum())
+            encoding = replace(
+                encoding,
+                vocabulary="build",
+                num_rows=1 + known,
+                values=Vocabulary(values.values.slice(0, known)),
+                expected_unknown=unknown_alone / max(1, int(values.counts_D.sum())),
+            )
         elif column.kind in ("buckets", "hour", "weekday"):
             bounds = column.arguments.get("bounds", DATE_BOUNDS.get(column.kind, ()))
             if "buckets" in column.arguments:
@@ -271,17 +282,3 @@ def fit_encoder(
             encoding = replace(encoding, vocabulary="hash", num_rows=num_rows)
         sparse.append(encoding)
     return FeatureEncoder(statistics.moments.encodings(layout.dense), tuple(sparse))
-
-
-def _with_values(encoding: SparseEncoding, values: ValueCounts, min_count: int) -> SparseEncoding:
-    """Return ``encoding`` with a vocabulary of the ranked values that occur at least ``min_count`` times."""
-    known = int((values.counts_D >= min_count).sum())
-    # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is unknown.
-    unknown_alone = int(values.counts_D[values.counts_D <= min_count].sum())
-    return replace(
-        encoding,
-        vocabulary="build",
-        num_rows=1 + known,
-        values=Vocabulary(values.values.slice(0, known)),
-        expected_unknown=unknown_alone / max(1, int(values.counts_D.sum())),
-    )
