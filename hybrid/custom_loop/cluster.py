@@ -103,10 +103,9 @@ class Cluster:
         if missing := {*splits} - {*config.data.splits}:
             rule = f"leaves the splits {', '.join(config.data.splits)}; there is no split {min(missing)!r}"
             raise ConfigError("data.validation", rule, config.data.validation)
+        is_shuffled = config.data.is_shuffled
         return tuple(
-            PreparedData(
-                open_split(source, split, config.data), config, config.data.is_shuffled and split == TRAIN
-            )
+            PreparedData(open_split(source, split, config.data), config, is_shuffled and split == TRAIN)
             for split in splits or (TRAIN, TEST)
         )
 
@@ -135,7 +134,8 @@ class Cluster:
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
-            DataError, StorageError: the module has no tables, or a file of initial rows cannot be read.
+            DataError: the module has no tables, or state that is not a tensor; or initial rows are invalid.
+            StorageError: a file of initial rows cannot be read.
             RuntimeError: the cluster has a module, or a table of ``module`` is already distributed.
         """
         if self._loop is not None:
@@ -455,9 +455,7 @@ class Cluster:
         except CheckpointError as error:  # raised on all trainers
             failure = f"no checkpoint of step {step}: {error}"
             if is_last:
-                raise CheckpointError(
-                    f"{failure}; a new start resumes from step {self._saved_step}"
-                ) from error
+                raise CheckpointError(f"{failure}; a restart resumes at step {self._saved_step}") from error
             if self.rank == 0:
                 self._backend.warn(f"{failure}; training continues")
             self._best = self._saved_best

@@ -404,9 +404,7 @@ def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") ->
         results = [mapped(index) for index in range(len(batch))]
         return type(batch)(*results) if hasattr(batch, "_fields") else type(batch)(results)
     if not isinstance(batch, Tensor | str | bytes | int | float | None):
-        raise DataError(
-            f"a batch has a {type(batch).__name__} at {path!r}, where a tensor of samples must be"
-        )
+        raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, not a tensor of samples")
     for other in batches[1:]:
         if batch != other:
             raise DataError(

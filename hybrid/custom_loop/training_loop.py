@@ -128,7 +128,7 @@ class TrainingLoop:
         warnings: warnings about the script.
         optimizers: the optimizers of the module's parameters, in the order of first use.
         pass_sizes: the sizes of the slices of the latest pass.
-        is_saving: whether a checkpoint is reading the state dict of the module.
+        is_saving: whether the state dict of the module may be read, which would fail in the script.
     """
 
     def __init__(self, backend: Backend, net: nn.Module) -> None:
@@ -160,6 +160,12 @@ class TrainingLoop:
         self._prefetching = [] if is_reference else self._modules
         for name, module in modules.items():
             module.bind(name, self)
+        self.is_saving = True
+        for name, value in net.state_dict().items():
+            if not isinstance(value, Tensor):
+                kind = f"{name} of {type(net).__name__} is a {type(value).__name__}"
+                raise DataError(f"{kind}: let get_extra_state() return a tensor, which can be stored")
+        self.is_saving = False
         net.to(self.device)
         if not backend.is_single_process and (warning := synchronize_batch_norms(net, config, backend.group)):
             self.warnings.warn(warning)
@@ -185,7 +191,6 @@ class TrainingLoop:
         self._evaluation: CurrentBatch | None = None
         self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.pass_sizes = PassSizes()
-        self.is_saving = False
         self._last_size = 0  # size of a smaller last batch, until the module is tried with a slice of it
         self._is_trying = False
         loop = weakref.ref(self)  # hooks of parameters must not keep it alive
@@ -448,9 +453,7 @@ class TrainingLoop:
             raise ConfigError("train.micro_batches", rule, self._rules.micro_batches)
         local_loss = self._local_loss(terms, current.batch)
         if not local_loss.requires_grad:
-            raise RuntimeError(
-                "the loss does not depend on the module: its graph was detached, or not recorded"
-            )
+            raise RuntimeError("the loss does not depend on the module: it was detached, or has no graph")
         parameters = list(self.model.net.parameters())
         # The workers wait for the gradients of every lookup, even if the module called no table.
         self._use_prefetched(current)

@@ -125,16 +125,13 @@ def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]
     candidate, history = layout.vector(call["candidate"]), layout.sequence(call["history"])
     dim = history.dim
     if candidate.dim != dim:
-        rule = (
-            f"must be the same for {call['candidate']} and {call['history']}, since dense.net compares them"
-        )
+        rule = f"must be equal for {call['candidate']} and {call['history']}, since dense.net compares them"
         raise ConfigError("tables.*.dim", rule, [candidate.dim, dim])
     if call.name == "din":
         user: nn.Module = InterestAttention(dim, call["attention_mlp"])
     elif dim % call["heads"]:
-        raise ConfigError(
-            "dense.net", f"must have heads that divide the width {dim} of {call['history']}", dense.net
-        )
+        rule = f"must have heads that divide the width {dim} of {call['history']}"
+        raise ConfigError("dense.net", rule, dense.net)
     else:
         attention = {"self_attention": SelfAttention, "hstu": HSTU}[call.name]
         user = LastQuery(attention(dim, history.length, call["blocks"], call["heads"]))
@@ -170,7 +167,10 @@ def _custom_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int])
     if not isinstance(net, DenseNet):
         reason = f"must return a hybrid.models.dense_net.DenseNet, not a {type(net).__name__}"
         raise ConfigError("dense.net", reason, name)
-    for path, tensor in (*net.named_parameters(), *net.named_buffers()):
+    for path, tensor in net.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            rule = "let get_extra_state() return a tensor, which checkpoints can store"
+            raise ConfigError("dense.net", f"has {path}, a {type(tensor).__name__}: {rule}", name)
         if is_lazy(tensor):
             reason = f"has {path} without a size; give its lazy layer all sizes, or run the net once"
             raise ConfigError("dense.net", reason, name)

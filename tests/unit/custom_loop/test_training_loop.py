@@ -228,6 +228,8 @@ def test_calls_before_distribute_are_refused() -> None:
         hybrid.connect().backward(torch.zeros(1))
     with pytest.raises(DataError, match=r"Linear .*hybrid\.Embedding"):
         hybrid.connect().distribute(nn.Linear(1, 1))
+    with pytest.raises(DataError, match="_extra_state of Counted is a dict"):
+        hybrid.connect().distribute(type("Counted", (Net,), {"get_extra_state": lambda _: {"count": 1}})())
     cluster, model, _ = started()
     with pytest.raises(RuntimeError, match="already distributed"):
         cluster.distribute(Net())
@@ -312,11 +314,10 @@ def test_keys_that_do_not_apply_to_custom_loops_are_refused(text: str, message: 
 def test_loss_backward_names_cluster_backward(net: Callable[[], nn.Module]) -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(net())
-    for batch in cluster.batches(DATA):
-        loss = model(batch["id"]).square().mean()
-        with pytest.raises(RuntimeError, match=r"call cluster\.backward\(loss\)"):
-            loss.backward()
-        break
+    batches = cluster.batches(DATA)
+    loss = model(next(batches)["id"]).square().mean()
+    with pytest.raises(RuntimeError, match=r"call cluster\.backward\(loss\)"):
+        loss.backward()
 
 
 def test_copy_and_state_dict_of_a_distributed_module_are_refused(tmp_path: Path) -> None:
@@ -442,9 +443,8 @@ class InPlace(nn.Module):
         first = self.table(ids).mul_(3)
         second, third = self.table(ids), self.table(ids)
         second.sigmoid_()
-        out: Tensor = (
-            (first + second + third.masked_fill_(third > 0, 0.5) + self.table(ids)).flatten(1).sum(1)
-        )
+        total = first + second + third.masked_fill_(third > 0, 0.5) + self.table(ids)
+        out: Tensor = total.flatten(1).sum(1)
         return out
 
 

@@ -159,6 +159,10 @@ def two_logits(config, input_spec, widths):
 def misfit(config, input_spec, widths):
     return DenseNet(nn.Identity(), Join(), nn.Sequential(nn.Linear(14, 8), nn.Linear(9, 1)))
 
+def counted(config, input_spec, widths):
+    layer = type("Counted", (nn.Flatten,), {"get_extra_state": lambda _: {"count": 1}})
+    return DenseNet(nn.Identity(), Join(), nn.Sequential(nn.Linear(14, 1), layer(0)))
+
 class Pair(nn.Module):
     def forward(self, bottom):
         return bottom, bottom
@@ -196,10 +200,8 @@ def test_custom_net_is_built_by_its_function() -> None:
     assert weight.shape == (1, 14)
     torch.rand(1)
     assert torch.equal(next(build_dense_net(*arguments).parameters()), weight)
-    remote_weight, _ = build_remote_net(
-        *_custom("custom_nets_of_a_test:linear", remote_mlp=(7,))
-    ).parameters()
-    assert remote_weight.shape == (7, 14)
+    remote_net = build_remote_net(*_custom("custom_nets_of_a_test:linear", remote_mlp=(7,)))
+    assert next(remote_net.parameters()).shape == (7, 14)
 
 
 @pytest.mark.usefixtures("custom_module")
@@ -218,6 +220,7 @@ def test_custom_net_has_the_outputs_of_all_tasks() -> None:
         ("absent_nets_of_a_test:f", "ModuleNotFoundError"),
         ("custom_nets_of_a_test:wrong", "DenseNet.* Linear"),
         ("custom_nets_of_a_test:lazy", r"head\.0\.weight"),
+        ("custom_nets_of_a_test:counted", r"head\.1\._extra_state, a dict: .* tensor"),
         ("custom_nets_of_a_test:two_logits", r"the head .* \[2, 2\]"),
         ("custom_nets_of_a_test:misfit", r"head .* \[2, 14\]: .*2x8 .*head\.1"),
         ("custom_nets_of_a_test:pair", "bottom .*tuple"),
@@ -231,9 +234,8 @@ def test_invalid_custom_net_raises_an_error(name: str, reason: str) -> None:
 
 
 MOST = 3
-SPEC = InputSpec(
-    ("x", "y"), (FeatureSpec("user", 9), FeatureSpec("seen", 9, multi_hot=True), FeatureSpec("item", 9))
-)
+SPARSE = (FeatureSpec("user", 9), FeatureSpec("seen", 9, multi_hot=True), FeatureSpec("item", 9))
+SPEC = InputSpec(("x", "y"), SPARSE)
 COLUMNS = {"seen": ColumnSection(pooling="none", max_ids=MOST), "item": ColumnSection(pooling="mean")}
 LENGTHS = (2, 0, 3, 1)
 
