@@ -236,7 +236,7 @@ class Session:
 
         Args:
             metrics: of the last evaluation, for the manifest.
-            progress, reports: further numbers and tensors to store; see :meth:`RunCounts.pack`.
+            progress, reports: further numbers and tensors to store; see :meth:`RunProgress.pack`.
             in_background: whether roles copy their parts, if the hosts of workers have the memory for copies.
         """
         progress = {**progress, **self._own_progress()}

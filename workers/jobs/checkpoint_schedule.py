@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the counts in them, when they are written, and which are kept."""
+"""The checkpoints of a run: the progress in them, when they are written, and which are kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hybrid.metrics import Metrics, ProgressiveMetrics, task_metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.controller.deployment import HeldCheckpoint
 from workers.controller.remote_trainer import TrainerReport
-from workers.controller.session import Session
+from workers.controller.session import DatasetSession
 from workers.run_folder.run_files import RunFolder
 
 _POLL_SECONDS = 0.05
@@ -89,9 +89,12 @@ class Interval:
 
 
 @dataclass
-class RunCounts:
-    """The counts of a run that its checkpoints store."""
+class RunProgress:
+    """The state of a run that its checkpoints store beside the model."""
 
+    step: int = 0  # number of completed steps
+    metrics: Metrics | None = None  # metrics of the last evaluation, if there was one
+    owes_evaluation: bool = False  # whether an evaluation of this step is due and not done
     samples: int = 0
     seconds: float = 0.0  # time of the trainers for these samples
     skipped_steps: int = 0  # see TrainerReport
@@ -101,20 +104,20 @@ class RunCounts:
     # Progressive metrics of the current unit of a stream.
     unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics, compare=False)
 
-    def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
+    def add(self, reports: Sequence[TrainerReport], seconds: float, *, in_unit: bool = False) -> None:
+        """Add steps; ``in_unit``: whether they count for the unit, which needs a binary first task."""
+        self.step += len(reports[0].losses)
         self.samples += sum(len(report.labels) for report in reports)
         self.seconds += seconds
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
         self.interval.add(reports, seconds)
-
-    def add_to_unit(self, reports: Sequence[TrainerReport]) -> None:
-        """Add steps to the metrics of the stream's current unit; only for a binary first task."""
-        for report in reports:
+        for report in reports if in_unit else ():
             self.unit.add(report.outputs, report.labels)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the counts as numbers by name and tensors by name, for a checkpoint."""
+        """Return the progress of a manifest, and tensors by name, for a checkpoint."""
         values = {
+            OWES_EVALUATION: self.owes_evaluation,
             "samples": self.samples,
             "seconds": self.seconds,
             "skipped_steps": self.skipped_steps,
@@ -133,13 +136,13 @@ class RunCounts:
         return values, tensors
 
     @classmethod
-    def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
-        """Return the counts that :meth:`pack` has packed, or zero counts if ``values`` is empty.
+    def unpack(cls, step: int, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunProgress:
+        """Return the progress after ``step`` that :meth:`pack` has packed, without metrics.
 
-        CheckpointError if another version of hybrid has packed the counts.
+        CheckpointError if another version of hybrid has packed it.
         """
         if not values:
-            return cls()
+            return cls(step)
         try:
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
             unit = ProgressiveMetrics()
@@ -149,24 +152,12 @@ class RunCounts:
             for trainer in range(sum(name.startswith("losses.") for name in tensors)):
                 losses, outputs, labels = (tensors[f"{n}.{trainer}"] for n in ("losses", "outputs", "labels"))
                 interval.reports[trainer] = [TrainerReport(losses.tolist(), outputs, labels, {}, 0)]
-            undefined = [*values["undefined"]]
+            owes_evaluation, undefined = bool(values.get(OWES_EVALUATION)), [*values["undefined"]]
             numbers = values["samples"], values["seconds"], values["skipped_steps"]
-            return cls(*numbers, undefined, interval, unit)
+            return cls(step, None, owes_evaluation, *numbers, undefined, interval, unit)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             rule = "resume it with the version of hybrid that wrote it, or start a new run"
             raise CheckpointError(f"another version wrote the counts in the checkpoint: {rule}") from error
-
-
-class TrainingState(NamedTuple):
-    """The state of a run after a step."""
-
-    # step, epoch: number of completed steps and epochs.
-    step: int
-    epoch: int
-    metrics: Metrics | None  # metrics of the last evaluation, if there was one
-    counts: RunCounts
-    owes_evaluation: bool = False  # whether an evaluation of this step is due and not done
-    is_delta_due: bool = False  # whether the event time of this step makes a delta due
 
 
 class _PendingCheckpoint(NamedTuple):
@@ -176,8 +167,7 @@ class _PendingCheckpoint(NamedTuple):
     step: int
     best: Best | None  # the best evaluation, once this checkpoint is complete
     seconds_stopped: float  # how long training was stopped for it
-    # The seconds of writing and the number of bytes, once the checkpoint is complete.
-    written: Future[tuple[float, int]]
+    written: Future[dict[str, float]]  # the time of writing and the bytes, for the log
 
 
 @dataclass(eq=False)
@@ -190,7 +180,7 @@ class Checkpoints:
     checkpoint is written waits for a later step, unless it is due by event time: then training waits.
     """
 
-    session: Session
+    session: DatasetSession
     run: RunFolder  # folder for checkpoints and their log entries
     section: CheckpointSection  # when checkpoints are due, how many are kept, and the metric of the best
     warn: Callable[[str], object]  # called with each warning, also by the thread that writes
@@ -220,14 +210,14 @@ class Checkpoints:
             max(1, self._delta_step + of_delta - step) if of_delta else math.inf,
         )
 
-    def write_if_due(self, now: TrainingState, is_evaluated: bool, is_waiting: bool = False) -> None:
+    def write_if_due(self, now: RunProgress, is_evaluated: bool, is_waiting: bool = False) -> None:
         """Begin to write a due checkpoint or delta. A checkpoint is also due if the model is the best so far.
 
         Args:
             is_evaluated: whether ``now.metrics`` belong to this step.
             is_waiting: whether the run waits for rows. Then ``every_steps`` does not make a checkpoint due.
         """
-        if now.is_delta_due:
+        if self.session.is_delta_due:
             self.finish()
         expected = self.expected_best
         is_best = is_evaluated and self._choose_best(now, expected) != expected
@@ -260,7 +250,7 @@ class Checkpoints:
             self._end()
         return True
 
-    def write_last(self, now: TrainingState, is_stopped: bool = False) -> None:
+    def write_last(self, now: RunProgress, is_stopped: bool = False) -> None:
         """Write the last checkpoint of a run unless it exists; CheckpointError if writing fails.
 
         Args:
@@ -288,13 +278,13 @@ class Checkpoints:
             self._chain, self.saved_step = None, -1  # the roles have forgotten the changes
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
-    def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
+    def _add_evaluation(self, folder: StoragePath, now: RunProgress, best: Best | None) -> None:
         """If a stopped run wrote this step's checkpoint without its evaluation, add the evaluation."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self.run.sync()
             metrics = dict(now.metrics or {})
-            progress = {**manifest.progress, **now.counts.pack()[0], BEST: best, OWES_EVALUATION: False}
+            progress = {**manifest.progress, **now.pack()[0], BEST: best}
             dataclasses.replace(manifest, metrics=metrics, progress=progress).write(folder)
             self._prune(best)
         self.best = best
@@ -303,42 +293,40 @@ class Checkpoints:
     def _has_deltas(self) -> bool:
         return self.section.delta_call.name != "none"
 
-    def _is_delta_due(self, now: TrainingState) -> bool:
+    def _is_delta_due(self, now: RunProgress) -> bool:
         last = self.saved_step if self._chain is None else self._chain.last.step
         if not self._has_deltas or self._pending is not None or now.step == last:
             return False
         call = self.section.delta_call
         is_due_by_time = 0 < call["seconds"] <= time.monotonic() - self._delta_begun_at
         is_due_by_steps = 0 < call["steps"] <= now.step - self._delta_step
-        return bool(now.is_delta_due or is_due_by_time or is_due_by_steps)
+        return self.session.is_delta_due or is_due_by_time or is_due_by_steps
 
-    def _write_delta(self, now: TrainingState) -> None:
+    def _write_delta(self, now: RunProgress) -> None:
         """Write a delta before a full checkpoint, so that ``hybrid.follow`` need not read the checkpoint."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()
 
-    def _begin_delta(self, now: TrainingState) -> None:
+    def _begin_delta(self, now: RunProgress) -> None:
         chain, start = self._chain, time.perf_counter()
         assert chain is not None
-        self._delta_begun_at, self._delta_step = time.monotonic(), now.step
         with self._warn_on_failure(now.step):
             folder = delta_folder(self.run.checkpoint_root, now.step)
-            saving = self.session.begin_delta(folder, now.step, now.epoch, chain.last.identity)
+            epoch = now.step // self.session.steps_per_epoch
+            saving = self.session.begin_delta(folder, now.step, epoch, chain.last.identity)
             self._start(saving, self.best, start)
 
-    def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
+    def _save(self, now: RunProgress, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role prepare its files, and begin to write. Training has paused since ``start``."""
         root = self.run.checkpoint_root
         folder, self.saved_step = checkpoint_folders.step_folder(root, now.step), now.step
         if folder in checkpoint_folders.list_checkpoints(root):  # was due at this step, or by a stopped run
             self._add_evaluation(folder, now, best)
             return
-        counts, reports = now.counts.pack()
-        progress = {**counts, BEST: best, OWES_EVALUATION: now.owes_evaluation}
-        state = folder, now.step, now.epoch, now.metrics
-        saving = self.session.begin_save(*state, progress, reports, in_background)
-        self._delta_begun_at, self._delta_step = time.monotonic(), now.step
+        progress, reports = now.pack()
+        state = folder, now.step, now.step // self.session.steps_per_epoch, now.metrics
+        saving = self.session.begin_save(*state, {**progress, BEST: best}, reports, in_background)
         pending = self._start(saving, best, start)
         if not saving.is_copied:
             self._await(pending)
@@ -349,6 +337,7 @@ class Checkpoints:
 
     def _start(self, saving: HeldCheckpoint, best: Best | None, start: float) -> _PendingCheckpoint:
         kind = "delta" if saving.folder.parent.name == DELTAS_FOLDER else "checkpoint"
+        self._delta_begun_at, self._delta_step = time.monotonic(), saving.manifest.step
         seconds = time.perf_counter() - start
         pending = _PendingCheckpoint(kind, saving.manifest.step, best, seconds, Future())
         arguments = saving, pending, time.time() - seconds
@@ -368,7 +357,8 @@ class Checkpoints:
                 self._publish(manifest, is_delta, taken_at)
             if not is_delta:
                 self._prune(pending.best)
-            pending.written.set_result((seconds, sum(size for size, _ in manifest.files.values())))
+            num_bytes = sum(size for size, _ in manifest.files.values())
+            pending.written.set_result({"seconds_writing": seconds, "bytes": num_bytes})
         except BaseException as error:  # finish and write_last raise it
             pending.written.set_exception(error)
 
@@ -416,15 +406,14 @@ class Checkpoints:
             return
         self._pending = None
         self._await(pending)
-        seconds, num_bytes = pending.written.result()
-        numbers = {"seconds_writing": seconds, "bytes": num_bytes}
-        self.run.log(pending.kind, pending.step, {"seconds_stopped": pending.seconds_stopped, **numbers})
+        numbers = {"seconds_stopped": pending.seconds_stopped, **pending.written.result()}
+        self.run.log(pending.kind, pending.step, numbers)
         self.best = pending.best
 
     def _await(self, pending: _PendingCheckpoint) -> None:
         while not wait([pending.written], _POLL_SECONDS).done:
             self.session.meanwhile()
 
-    def _choose_best(self, now: TrainingState, best: Best | None) -> Best | None:
+    def _choose_best(self, now: RunProgress, best: Best | None) -> Best | None:
         metric = self.section.keep_best
         return checkpoint_folders.choose_best(best, metric, now.metrics or {}, now.step)

@@ -14,7 +14,7 @@ from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.console import format_number, unknown_fractions
 from workers.controller.session import DatasetSession
-from workers.jobs.checkpoint_schedule import RunCounts
+from workers.jobs.checkpoint_schedule import RunProgress
 from workers.run_folder.run_access import command_name
 
 PATIENCE = "train.patience"  # this key can end a run before its last step
@@ -22,20 +22,19 @@ PATIENCE = "train.patience"  # this key can end a run before its last step
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last step, metrics, best evaluation and counts of a finished run."""
+    """The progress, metrics and best evaluation of a finished run."""
 
     session: DatasetSession
-    step: int
+    progress: RunProgress
     # The step and the metrics of the model on the test rows; None without test rows.
     tested: tuple[int, Metrics] | None
     validation: Metrics | None  # the metrics of the last step on the validation rows, if there are such rows
     best: Best | None
-    counts: RunCounts
 
     @property
     def _limit_key(self) -> str:
         """The configuration key whose limit ended the run."""
-        return self.session.limit if self.step == self.session.total_steps else PATIENCE
+        return self.session.limit if self.progress.step == self.session.total_steps else PATIENCE
 
     @property
     def result(self) -> dict[str, Any]:
@@ -49,9 +48,9 @@ class Outcome:
             "best_reachable_auc": self.session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in self.session.reports.values()),
             "unknown_values": {column.name: column.fraction for column in self.session.reports[TEST].unknown},
-            "steps": self.step,
-            "skipped_steps": self.counts.skipped_steps,
-            "samples_per_second": self.counts.samples / self.counts.seconds,
+            "steps": self.progress.step,
+            "skipped_steps": self.progress.skipped_steps,
+            "samples_per_second": self.progress.samples / self.progress.seconds,
             "tables": self.session.placement.describe_tables(),
         }
 
@@ -93,9 +92,9 @@ class Outcome:
             names = [name for name in shown_metrics(tasks) if name != score]
             results |= {metric_title(name): format_number(metrics[name]) for name in names}
         if self.validation is not None:
-            value = f"{format_number(self.validation[score])} at step {self.step:,}"
+            value = f"{format_number(self.validation[score])} at step {self.progress.step:,}"
             results[f"validation {metric_title(score)}"] = value
-        earlier = None if self.best is None or self.best.step == self.step else self.best
+        earlier = None if self.best is None or self.best.step == self.progress.step else self.best
         if earlier:
             value = f"{format_number(earlier.value)} at step {earlier.step:,}{shared}"
             of_rows = "" if shared else "validation "
@@ -103,9 +102,9 @@ class Outcome:
         unknown = self.session.reports[TEST].unknown
         if unknown:
             results["unknown values"] = unknown_fractions(unknown)
-        results["throughput"] = f"{self.counts.samples / self.counts.seconds:,.0f} samples/s"
+        results["throughput"] = f"{self.progress.samples / self.progress.seconds:,.0f} samples/s"
         results["run folder"] = str(run)
-        last = str(checkpoint_folders.step_folder(run, self.step))
+        last = str(checkpoint_folders.step_folder(run, self.progress.step))
         if earlier:
             results["last checkpoint"] = f"{last} (resume starts here)"
             folder = checkpoint_folders.step_folder(run, earlier.step)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import OWES_EVALUATION, PROGRESS_FILE, Best
+from hybrid.checkpoint.checkpoint_folders import PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig, TrainSection
 from hybrid.config.data_sections import TEST
@@ -23,7 +23,7 @@ from workers.console import TerminalView, TrainingProgress, data_notes
 from workers.controller.session import DatasetSession
 from workers.controller.stream_session import open_session
 from workers.exit_codes import ExitCode, StopRequest
-from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunCounts, TrainingState
+from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunProgress
 from workers.jobs.run_summary import PATIENCE, Outcome
 from workers.run_folder.run_access import RESULT_FILE, UNKNOWN_FRACTION, checkpoint_root
 from workers.run_folder.run_files import RunFolder
@@ -71,13 +71,10 @@ class Training:
         self._checkpoints: Checkpoints
         self._seconds_to_first_step = math.nan
         self._is_binary = next(iter(self._tasks.values())).kind == "binary"
-        self._step = 0
+        self._now = RunProgress()  # its metrics are of the selection split
         self._selection = config.data.selection_split
-        self._metrics: Metrics | None = None  # of the last evaluation on the selection split
         self._tested: tuple[int, Metrics] | None = None  # the step and the metrics of the result
-        self._counts = RunCounts()
         self._profile: Path | None = None
-        self._owes_evaluation = False
         self._patience_start = 0
         self._seconds_per_step = CALL_SECONDS
         self._stop = StopRequest(config.cluster.timeout_seconds)
@@ -101,28 +98,28 @@ class Training:
             view.note("no test rows (data.split = none): nothing is evaluated")
         best = None if stored is None else self._resume(session, stored, view)
         if self._task.resume:
-            checkpoint_folders.remove_after(self._run, self._step)
-            is_evaluated, unit = not self._owes_evaluation, session.unit.name if session.unit else ""
+            checkpoint_folders.remove_after(self._run, self._now.step)
+            is_evaluated, unit = not self._now.owes_evaluation, session.unit.name if session.unit else ""
             folder, config = self._task.folder, self._config
-            opened = RunFolder.reopen(folder, config, self._step, is_evaluated, unit, loggers)
+            opened = RunFolder.reopen(folder, config, self._now.step, is_evaluated, unit, loggers)
         else:
             opened = RunFolder.create(self._task.folder, self._config, loggers)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}
-            if unknown and self._step == 0:
-                self._folder.log("unknown", self._step, unknown)
-            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best, self._step)
+            if unknown and self._now.step == 0:
+                self._folder.log("unknown", self._now.step, unknown)
+            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best, self._now.step)
             self._train(session, view)
             if not self._is_over(session):
                 self.doing = "while writing the checkpoint"
                 session.meanwhile = lambda: None  # the next line already announces the stop
-                view.status(f"saving step {self._step}{_SECOND_CTRL_C}")
-                self._checkpoints.write_last(self._state(session), is_stopped=True)
+                view.status(f"saving step {self._now.step}{_SECOND_CTRL_C}")
+                self._checkpoints.write_last(self._now, is_stopped=True)
                 return self._end_stopped(session)
             # A run that was killed between its last checkpoint and its end takes no step.
-            if self._metrics is None and session.has_rows(self._selection):
-                self._metrics = session.evaluate(self._step, self._selection)
+            if self._now.metrics is None and session.has_rows(self._selection):
+                self._now.metrics = session.evaluate(self._now.step, self._selection)
             return self._finish(session, view)
 
     def _find_checkpoint(self, view: TerminalView) -> Checkpoint | None:
@@ -138,77 +135,76 @@ class Training:
 
     def _resume(self, session: DatasetSession, checkpoint: Checkpoint, view: TerminalView) -> Best | None:
         """Load a checkpoint; return its best evaluation, if any. ConfigError if the run has finished."""
-        step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
-        total = session.total_steps
+        step, total = checkpoint.manifest.step, session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
             rule = f"the run has taken all {total} steps; raise it to continue"
             raise ConfigError(session.limit, rule)
-        best, self._owes_evaluation = checkpoint.manifest.best, bool(progress.get(OWES_EVALUATION))
+        has_reports = PROGRESS_FILE in checkpoint.manifest.files
+        tensors = checkpoint.tensors(PROGRESS_FILE) if has_reports else {}
+        self._now = RunProgress.unpack(step, checkpoint.manifest.progress, tensors)
+        best = checkpoint.manifest.best
         if best is None or best.metric != self._config.best_by:
             # Evaluations of the run do not count if another metric selected the best of them.
-            best, self._patience_start = None, step - self._owes_evaluation
-        has_reports = PROGRESS_FILE in checkpoint.manifest.files
-        self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
+            best, self._patience_start = None, step - self._now.owes_evaluation
         if self._has_lost_patience(session, best, step) and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(PATIENCE, rule, self._config.train.patience)
         session.load(checkpoint)
-        self._step = step
         view.note(f"resuming from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
-            self._metrics = checkpoint.manifest.metrics
+            self._now.metrics = checkpoint.manifest.metrics
         return best
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         while not self._is_over(session) and not self._stop.is_requested:
             try:
-                is_waiting = not (self._owes_evaluation or session.is_ready(self._step))
+                is_waiting = not (self._now.owes_evaluation or session.is_ready(self._now.step))
             except (DataError, StorageError):  # of the master: the trainers are between two steps
-                self._checkpoints.write_last(self._state(session), is_stopped=True)
+                self._checkpoints.write_last(self._now, is_stopped=True)
                 raise
-            if not (self._owes_evaluation or is_waiting):
+            if not (self._now.owes_evaluation or is_waiting):
                 self._take_steps(session, view)
             self._checkpoints.poll()
             self._log_ended_unit(session, view)
             metrics = None
-            if self._owes_evaluation:
-                metrics = self._evaluate(session, view, self._selection, self._step)
+            if self._now.owes_evaluation:
+                metrics = self._evaluate(session, view, self._selection, self._now.step)
             if metrics is not None:
-                self._metrics, self._owes_evaluation = metrics, False
+                self._now.metrics, self._now.owes_evaluation = metrics, False
                 if math.isnan(metrics.get(self._config.best_by, 0.0)):
-                    self._counts.undefined.append(self._step)
-            if self._step < session.total_steps and not self._owes_evaluation:
-                self._checkpoints.write_if_due(self._state(session), metrics is not None, is_waiting)
+                    self._now.undefined.append(self._now.step)
+            if self._now.step < session.total_steps and not self._now.owes_evaluation:
+                self._checkpoints.write_if_due(self._now, metrics is not None, is_waiting)
             if metrics and not self._is_over(session):  # the summary shows the last evaluation
                 shown = {name: metrics[name] for name in shown_metrics(self._tasks)}
-                view.evaluation(self._selection, self._step, shown)
-        if self._step < session.total_steps and self._is_over(session):
+                view.evaluation(self._selection, self._now.step, shown)
+        if self._now.step < session.total_steps and self._is_over(session):
             without = f"{self._config.train.patience} evaluation(s) without a better"
-            view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")
+            view.note(f"ended at step {self._now.step}: {without} {metric_title(self._config.best_by)}")
 
     def _is_over(self, session: DatasetSession) -> bool:
-        if self._owes_evaluation:
+        if self._now.owes_evaluation:
             return False
         best = self._checkpoints.expected_best
-        return self._step >= session.total_steps or self._has_lost_patience(session, best, self._step)
+        return self._now.step >= session.total_steps or self._has_lost_patience(session, best, self._now.step)
 
     def _has_lost_patience(self, session: DatasetSession, best: Best | None, step: int) -> bool:
         rules = self._config.train, session.steps_per_epoch
-        return is_patience_over(*rules, best, step, self._patience_start, self._counts.undefined)
+        return is_patience_over(*rules, best, step, self._patience_start, self._now.undefined)
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
-        self.doing = f"at step {self._step}"
+        self.doing = f"at step {self._now.step}"
         unit = session.unit.name if session.unit else ""
-        epoch, within = divmod(self._step, per_epoch)
+        epoch, within = divmod(self._now.step, per_epoch)
         count = self._steps_of_next_call(within, per_epoch, total)
-        self._announce_stop(session, view, self._step + count)
+        self._announce_stop(session, view, self._now.step + count)
         start = time.perf_counter()
-        reports = session.train(self._step, count)
+        reports = session.train(self._now.step, count)
         seconds = time.perf_counter() - start
         count = len(reports[0].losses)  # the unit of a stream may end earlier
-        self._announce_stop(session, view, self._step + count)
+        self._announce_stop(session, view, self._now.step + count)
         if not count:
             return
         self._seconds_per_step = seconds / count
@@ -216,25 +212,23 @@ class Training:
             self._seconds_to_first_step = time.time() - self._task.started_at
         skipped = reports[0].skipped_steps
         if skipped:  # the same on every trainer
-            steps = f"steps {self._step} to {self._step + count - 1}"
+            steps = f"steps {self._now.step} to {self._now.step + count - 1}"
             view.warn(f"{steps}: {skipped} skipped, since a loss or gradient was not finite")
-        self._step += count
-        self._counts.add(reports, seconds)
-        if unit and self._is_binary:
-            self._counts.add_to_unit(reports)
+        in_unit = bool(unit) and self._is_binary
+        self._now.add(reports, seconds, in_unit=in_unit)
         epoch_ends = within + count == per_epoch
         every = self._config.train.eval_every_steps
-        is_due = self._step == total or (self._step % every == 0 if every else epoch_ends)
-        self._owes_evaluation = session.has_rows(self._selection) and is_due
-        is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
-        if self._owes_evaluation or epoch_ends or is_line_due:
-            interval = self._counts.interval
-            self._counts.interval = Interval()
-            numbers = session.table_metrics() | session.learning_rates(self._step)
-            if unit and self._is_binary:
+        is_due = self._now.step == total or (self._now.step % every == 0 if every else epoch_ends)
+        self._now.owes_evaluation = session.has_rows(self._selection) and is_due
+        is_line_due = self._now.step == 1 or self._now.step % self._config.train.log_every_steps == 0
+        if self._now.owes_evaluation or epoch_ends or is_line_due:
+            interval = self._now.interval
+            self._now.interval = Interval()
+            numbers = session.table_metrics() | session.learning_rates(self._now.step)
+            if in_unit:
                 numbers |= {f"progressive_{k}": v for k, v in interval.progressive_metrics().items()}
             progress = TrainingProgress(
-                step=self._step,
+                step=self._now.step,
                 total_steps=total if total < sys.maxsize else 0,
                 epoch=epoch + 1,
                 epochs=self._config.train.epochs,
@@ -242,14 +236,14 @@ class Training:
                 score_name=main_metric(self._tasks),
                 score=interval.score(next(iter(self._tasks.values()))),
                 samples_per_second=interval.num_samples / interval.seconds,
-                seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
+                seconds_left=(total - self._now.step) * interval.seconds / interval.num_steps,
                 phase_seconds=interval.phase_seconds,
                 numbers=numbers,
                 unit=unit,
             )
             self._folder.log_progress(progress)
             view.progress(progress)
-        if self._profile is None and session.recorded and self._step >= session.recorded.stop:
+        if self._profile is None and session.recorded and self._now.step >= session.recorded.stop:
             self._profile = self._folder.write_profile(session.take_profile())
 
     def _log_ended_unit(self, session: DatasetSession, view: TerminalView) -> None:
@@ -257,11 +251,11 @@ class Training:
         session.ended_unit = ""
         if not name or not self._is_binary:
             return
-        metrics = self._counts.unit.metrics()
-        self._counts.unit = ProgressiveMetrics()
-        self._folder.log("unit", self._step, metrics, unit=name)
+        metrics = self._now.unit.metrics()
+        self._now.unit = ProgressiveMetrics()
+        self._folder.log("unit", self._now.step, metrics, unit=name)
         shown = {name: metrics[name] for name in ("auc", "log_loss", "calibration")}
-        view.evaluation(name, self._step, shown)
+        view.evaluation(name, self._now.step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
         """If a stop is requested from now on, show that the run stops after ``step``."""
@@ -273,11 +267,6 @@ class Training:
 
         session.meanwhile = announce
 
-    def _state(self, session: DatasetSession) -> TrainingState:
-        epochs_done = self._step // session.steps_per_epoch
-        state = self._step, epochs_done, self._metrics, self._counts
-        return TrainingState(*state, self._owes_evaluation, session.is_delta_due)
-
     def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
         """Return the steps until the next log line, evaluation, checkpoint, stop check or end of an epoch."""
         train = self._config.train
@@ -285,11 +274,11 @@ class Training:
             return 1  # the first log line appears as soon as possible
         periods = train.log_every_steps, train.eval_every_steps
         limits = [
-            *(each - self._step % each for each in periods if each),
+            *(each - self._now.step % each for each in periods if each),
             per_epoch - within,
-            total - self._step,
+            total - self._now.step,
             max(1, int(CALL_SECONDS / self._seconds_per_step)),
-            self._checkpoints.steps_to_next(self._step),
+            self._checkpoints.steps_to_next(self._now.step),
         ]
         return int(min(limits))
 
@@ -297,7 +286,7 @@ class Training:
         """Return the metrics after ``step``; None if a stop is requested before the end of the evaluation."""
         self.doing = f"while evaluating after step {step}"
         view.status("evaluating")
-        self._announce_stop(session, view, self._step)
+        self._announce_stop(session, view, self._now.step)
         predictions: list[Predictions] = []
         for chunk in session.evaluation(step, split):
             if self._stop.is_requested:
@@ -310,9 +299,9 @@ class Training:
     def _test(self, session: DatasetSession, view: TerminalView) -> bool:
         """Test the best or last model, if that is not done; return False if a stop is requested meanwhile."""
         if self._selection == TEST or not session.has_rows(TEST):
-            self._tested = None if self._metrics is None else (self._step, self._metrics)
+            self._tested = None if self._now.metrics is None else (self._now.step, self._now.metrics)
             return True
-        best, step = self._checkpoints.best, self._step
+        best, step = self._checkpoints.best, self._now.step
         if best is not None and best.step != step:
             self.doing = "while reading the best checkpoint"
             view.status("reading the best checkpoint")
@@ -330,13 +319,13 @@ class Training:
     def _finish(self, session: DatasetSession, view: TerminalView) -> ExitCode:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
-        self._checkpoints.write_last(self._state(session))
+        self._checkpoints.write_last(self._now)
         if not self._test(session, view):
             return self._end_stopped(session)
         session.close()
-        validation = None if self._selection == TEST else self._metrics
+        validation = None if self._selection == TEST else self._now.metrics
         best = self._checkpoints.best
-        outcome = Outcome(session, self._step, self._tested, validation, best, self._counts)
+        outcome = Outcome(session, self._now, self._tested, validation, best)
         seconds = {"seconds_to_first_step": self._seconds_to_first_step}
         self._folder.finish({**outcome.result, **seconds})
         files = {"report": str(self._folder.report)}

@@ -27,8 +27,8 @@ from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageErro
 from hybrid.metrics import BinaryMetrics, Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.controller.deployment import HeldCheckpoint
-from workers.controller.session import Session
-from workers.jobs.checkpoint_schedule import Checkpoints, RunCounts, TrainingState
+from workers.controller.session import DatasetSession
+from workers.jobs.checkpoint_schedule import Checkpoints, RunProgress
 from workers.run_folder.run_files import RunFolder
 
 NO_ROOM = "cannot write rows: No space left on device"
@@ -47,7 +47,8 @@ class Role:
     may_write: threading.Event = field(default_factory=threading.Event)
     has_room: bool = True
     saved_steps: list[int] = field(default_factory=list)
-    config: RunConfig = field(default_factory=RunConfig)
+    is_delta_due = False
+    steps_per_epoch = 1 << 40
 
     def __post_init__(self) -> None:
         self.may_write.set()
@@ -117,9 +118,9 @@ def metrics_of(auc: float, log_loss: float) -> Metrics:
     return BinaryMetrics(auc, log_loss, 1.0, 1.0, 0.5, 0.5, 10)._asdict()
 
 
-def state(step: int, auc: float | None = None, log_loss: float = 0.5, *, owes: bool = False) -> TrainingState:
+def state(step: int, auc: float | None = None, log_loss: float = 0.5, *, owes: bool = False) -> RunProgress:
     metrics = None if auc is None else metrics_of(auc, log_loss)
-    return TrainingState(step, 0, metrics, RunCounts(samples=10 * step), owes)
+    return RunProgress(step, metrics, owes, samples=10 * step)
 
 
 Start = Callable[..., Run]
@@ -136,7 +137,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         opened.append(RunFolder.reopen(tmp_path / "run", config, 1 << 40))
         warnings: list[str] = []
         role = Role()
-        written = Checkpoints(cast(Session, role), opened[-1], section, warnings.append, best)
+        written = Checkpoints(cast(DatasetSession, role), opened[-1], section, warnings.append, best)
         return Run(role, opened[-1], warnings, written)
 
     yield make

@@ -15,7 +15,7 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.errors import CheckpointError
 from hybrid.primitives.step_timings import PHASES
 from workers.controller.remote_trainer import TrainerReport
-from workers.jobs.checkpoint_schedule import RunCounts
+from workers.jobs.checkpoint_schedule import RunProgress
 from workers.jobs.training_job import is_patience_over
 
 SIZE = 5
@@ -34,19 +34,19 @@ def reports(steps: range, trainers: int = 2) -> list[TrainerReport]:
     return made
 
 
-def count(calls: Sequence[range]) -> RunCounts:
+def count(calls: Sequence[range]) -> RunProgress:
     """Count steps in some calls of the trainers."""
-    counts = RunCounts()
+    counts = RunProgress()
     for steps in calls:
         counts.add(reports(steps), 0.25 * len(steps))
     return counts
 
 
-def restored(counts: RunCounts, folder: Path) -> RunCounts:
+def restored(counts: RunProgress, folder: Path) -> RunProgress:
     """Return the counts from a checkpoint."""
     values, tensors = counts.pack()
     write_tensors(folder, "progress", tensors)
-    return RunCounts.unpack(json.loads(json.dumps(values)), load_file(folder / "progress"))
+    return RunProgress.unpack(counts.step, json.loads(json.dumps(values)), load_file(folder / "progress"))
 
 
 @pytest.mark.parametrize("cut", [1, 3, 6])
@@ -60,7 +60,7 @@ def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, t
     assert (counts.samples, counts.skipped_steps) == (whole.samples, whole.skipped_steps) == (70, 7)
     interval = counts.interval
     assert counts.seconds == interval.seconds == 1.75
-    assert (interval.num_steps, interval.num_samples) == (7, 70)
+    assert (counts.step, interval.num_steps, interval.num_samples) == (7, 7, 70)
     assert (interval.loss, interval.score(CLICKS)) == (whole.interval.loss, whole.interval.score(CLICKS))
     assert interval.phase_seconds == dict.fromkeys(PHASES, (7 - cut) / 2 if is_resumed else 3.5)
     (_, packed), (_, expected) = counts.pack(), whole.pack()
@@ -70,14 +70,14 @@ def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, t
 
 
 def test_counts_of_other_versions_are_refused() -> None:
-    assert RunCounts.unpack({}, {}) == RunCounts()
+    assert RunProgress.unpack(3, {}, {}) == RunProgress(3)
     with pytest.raises(CheckpointError):
-        RunCounts.unpack({"samples": 1, "interval_skipped_steps": 3}, {})
+        RunProgress.unpack(3, {"samples": 1, "interval_skipped_steps": 3}, {})
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
 def test_counts_continue_with_another_number_of_trainers(before: int, after: int, tmp_path: Path) -> None:
-    counts = RunCounts()
+    counts = RunProgress()
     counts.add(reports(range(2), before), 1.0)
     counts = restored(counts, tmp_path)
     counts.add(reports(range(2, 5), after), 1.0)
