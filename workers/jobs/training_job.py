@@ -97,13 +97,13 @@ class Training:
         if not (session.has_rows(self._selection) or self._config.data.is_stream):
             view.note("no test rows (data.split = none): nothing is evaluated")
         best = None if stored is None else self._resume(session, stored, view)
+        step = None
         if self._task.resume:
-            checkpoint_folders.remove_after(self._run, self._now.step)
-            is_evaluated, unit = not self._now.owes_evaluation, session.unit.name if session.unit else ""
-            folder, config = self._task.folder, self._config
-            opened = RunFolder.reopen(folder, config, self._now.step, is_evaluated, unit, loggers)
-        else:
-            opened = RunFolder.create(self._task.folder, self._config, loggers)
+            step = self._now.step
+            checkpoint_folders.remove_after(self._run, step)
+        unit = session.unit.name if session.unit else ""
+        resumed_at = step, not self._now.owes_evaluation, unit
+        opened = RunFolder(self._task.folder, self._config, *resumed_at, loggers)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}

@@ -32,12 +32,17 @@ _STOP_SECONDS = 20.0  # time limit of the last calls of loggers, if a stop is re
 
 
 class RunFolder:
-    """The files of one run, opened by ``create`` or ``reopen``, and closed by ``close`` or a ``with`` block.
+    """The files of one run, closed by ``close`` or a ``with`` block.
 
-    Every method raises HybridError with the path of the file if a file cannot be written.
+    The folder of a resumed run may be missing. The result, and the records of later steps and of the last
+    test, are removed, to be written again. Every method raises HybridError with the path of the file if a
+    file cannot be written.
 
     Args:
-        step: the step after which the run resumes; 0 for a new run.
+        step: the step after which the run resumes. None for a new run: ConfigError if ``path`` contains a run
+            already, or is a file.
+        is_evaluated: False if the evaluation at ``step`` is still due; then its old record is dropped.
+        unit: the unit of a stream in which the run resumes; a record of its end at ``step`` is dropped.
         loggers: the loggers of ``config``; None to make them.
 
     Attributes:
@@ -46,62 +51,44 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, config: RunConfig, step: int = 0, loggers: RunLoggers | None = None
+        self,
+        path: Path,
+        config: RunConfig,
+        step: int | None = None,
+        is_evaluated: bool = True,
+        unit: str = "",
+        loggers: RunLoggers | None = None,
     ) -> None:
         self.path = path
         self.report = path / "report.html"
-        self.checkpoint_root = run_access.checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
+        versions = path / "versions.json"
+        with run_write_errors(path):
+            if step is None:
+                run_access.refuse_existing(path)
+                files.remove(versions)  # it would be kept, even if it is a link
+            make_folder(path)
+            self.checkpoint_root = run_access.checkpoint_root(path)
+            for folder in (path, self.checkpoint_root):  # the same, unless the run is in a store
+                files.remove(folder / RESULT_FILE)
+        if step is not None and self._metrics_path.is_file():
+            evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
+            # With validation rows, the end of the run has a new test. Step 0 logs the unknown values again.
+            last_steps = {TEST: -1, "unknown": step - 1, **evaluated}
+            records = read_records(self._metrics_path)
+            kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
+            ends_again = {"kind": "unit", "step": step, "unit": unit}.items()
+            kept = [record for record in kept if not ends_again <= record.items()]
+            with run_write_errors(self._metrics_path):
+                write_records(self._metrics_path, kept)
+        _write_text(path / CONFIG_FILE, signed_toml(config))
+        if not versions.exists():
+            _write_text(versions, json_text(_versions()))
         with run_write_errors(self._metrics_path):
             self._metrics = AppendOnlyFile(self._metrics_path, lambda: self.make_room())
         self.make_room: Callable[[], bool] = lambda: False
         self._loggers = loggers or RunLoggers(config, print_line)
-        self._loggers.start(self.checkpoint_root.name, path, step)
-
-    @classmethod
-    def create(cls, path: Path, config: RunConfig, loggers: RunLoggers | None = None) -> RunFolder:
-        """Make the folder of a new run; ConfigError if ``path`` contains a run already, or is a file."""
-        run_access.refuse_existing(path)
-        with run_write_errors(path):
-            files.remove(path / "versions.json")  # reopen would keep it, even if it is a link
-        return cls.reopen(path, config, 0, loggers=loggers)
-
-    @classmethod
-    def reopen(
-        cls,
-        path: Path,
-        config: RunConfig,
-        step: int,
-        is_evaluated: bool = True,
-        unit: str = "",
-        loggers: RunLoggers | None = None,
-    ) -> RunFolder:
-        """Open the folder of a run that resumes after ``step``. The folder may be missing.
-
-        The result, and the records of later steps and of the last test, are removed, to be written again.
-
-        Args:
-            is_evaluated: False if the evaluation at ``step`` is still due; then its old record is dropped.
-            unit: the unit of a stream in which the run resumes; a record of its end at ``step`` is dropped.
-        """
-        with run_write_errors(path):
-            make_folder(path)
-            for folder in (path, run_access.checkpoint_root(path)):  # the same, unless the run is in a store
-                files.remove(folder / RESULT_FILE)
-        if (path / METRICS_FILE).is_file():
-            evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
-            # With validation rows, the end of the run has a new test. Step 0 logs the unknown values again.
-            last_steps = {TEST: -1, "unknown": step - 1, **evaluated}
-            records = read_records(path / METRICS_FILE)
-            kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
-            ends_again = {"kind": "unit", "step": step, "unit": unit}.items()
-            kept = [record for record in kept if not ends_again <= record.items()]
-            with run_write_errors(path / METRICS_FILE):
-                write_records(path / METRICS_FILE, kept)
-        _write_text(path / CONFIG_FILE, signed_toml(config))
-        if not (path / "versions.json").exists():
-            _write_text(path / "versions.json", json_text(_versions()))
-        return cls(path, config, step, loggers)
+        self._loggers.start(self.checkpoint_root.name, path, step or 0)
 
     def __enter__(self) -> Self:
         return self

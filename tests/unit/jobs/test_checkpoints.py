@@ -134,7 +134,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def make(best: Best | None = None, **keys: Any) -> Run:
         section = CheckpointSection(**{"every_steps": 10, "every_minutes": 0.0, "keep_best": "auc", **keys})
         config = RunConfig(cluster=ClusterSection(loggers=()))
-        opened.append(RunFolder.reopen(tmp_path / "run", config, 1 << 40))
+        opened.append(RunFolder(tmp_path / "run", config, 1 << 40))
         warnings: list[str] = []
         role = Role()
         written = Checkpoints(cast(DatasetSession, role), opened[-1], section, warnings.append, best)

@@ -41,7 +41,7 @@ def _scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
-    with RunFolder.create(tmp_path / "runs" / "first", CONFIG) as folder:
+    with RunFolder(tmp_path / "runs" / "first", CONFIG) as folder:
         yield folder
 
 
@@ -96,13 +96,13 @@ def test_a_finished_run_has_a_result_and_a_report(folder: RunFolder, steps: int)
 
 def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with RunFolder.create(path, CONFIG) as folder:
+    with RunFolder(path, CONFIG) as folder:
         for step in (10, 20, 30):
             folder.log_progress(progress(step, loss=1.0))
     (path / "result.json").touch()
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "ste')  # killed while writing
-    with RunFolder.reopen(path, RunConfig(), step=20) as folder:
+    with RunFolder(path, RunConfig(), step=20) as folder:
         assert not (path / "result.json").exists()
         for step in (30, 40):
             folder.log_progress(progress(step, loss=2.0))
@@ -117,24 +117,24 @@ DAMAGED = ["\0" * 40, '{"kind": "tr', '["kind"]', '"', "15", "\ud800", 100_000 *
 def test_damaged_records_are_skipped(tmp_path: Path) -> None:
     """A power cut leaves zeros in place of bytes that were not written yet."""
     path = tmp_path / "run"
-    with RunFolder.create(path, CONFIG) as folder:
+    with RunFolder(path, CONFIG) as folder:
         folder.log_progress(progress(10))
         with (path / "metrics.jsonl").open("ab") as file:
             file.writelines(line.encode(errors="surrogatepass") + b"\n" for line in DAMAGED)
         folder.log_progress(progress(20))
     assert RunState.of(path).logged_step == 20
-    RunFolder.reopen(path, CONFIG, step=20).close()
+    RunFolder(path, CONFIG, step=20).close()
     assert [record["step"] for record in _records(path)] == [10, 20]
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_an_evaluation_is_not_logged_twice(tmp_path: Path, is_evaluated: bool) -> None:
     path = tmp_path / "run"
-    with RunFolder.create(path, CONFIG) as folder:
+    with RunFolder(path, CONFIG) as folder:
         for step in (10, 20):
             folder.log_progress(progress(step))
             folder.log("test", step, METRICS)
-    RunFolder.reopen(path, CONFIG, 20, is_evaluated).close()
+    RunFolder(path, CONFIG, 20, is_evaluated).close()
     logged = [("train", 10), ("test", 10), ("train", 20), *([("test", 20)] if is_evaluated else [])]
     assert [(record["kind"], record["step"]) for record in _records(path)] == logged
 
@@ -146,7 +146,7 @@ def test_a_run_without_records_can_be_resumed(tmp_path: Path, left: list[str]) -
         path.mkdir()
     for name in left:
         (path / name).write_text("{}")
-    with RunFolder.reopen(path, CONFIG, step=0) as folder:
+    with RunFolder(path, CONFIG, step=0) as folder:
         folder.log_progress(progress(1))
     assert [record["step"] for record in _records(path)] == [1]
     assert load_config(path / "config.toml") == CONFIG
@@ -236,9 +236,9 @@ def log(folder: RunFolder, *steps: int) -> None:
 
 def test_a_class_of_the_user_gets_all_numbers(tmp_path: Path, user_module: Any) -> None:
     config = config_of("my_logger:Logger")
-    with RunFolder.create(tmp_path / "run", config) as folder:
+    with RunFolder(tmp_path / "run", config) as folder:
         log(folder, 10, 20)
-    with RunFolder.reopen(tmp_path / "run", config, 10) as folder:
+    with RunFolder(tmp_path / "run", config, 10) as folder:
         log(folder, 20)
         folder.finish({"auc": 0.25, "log_loss": float("nan")})
     calls = [json.loads(line) for line in (tmp_path / "run/calls").read_text().splitlines()]
@@ -258,7 +258,7 @@ def test_a_broken_logger_is_left_out(fault: str, tmp_path: Path, user_module: An
     user_module.Logger.FAULT = fault
     warnings: list[str] = []
     config = config_of("my_logger:Logger", "tensorboard")
-    folder = RunFolder.create(tmp_path / "run", config, RunLoggers(config, warnings.append))
+    folder = RunFolder(tmp_path / "run", config, loggers=RunLoggers(config, warnings.append))
     log(folder, *range(10, 2000, 10))
     folder.close(seconds=1.0 if fault == "hang in log" else 60.0)
     (warning,) = warnings
@@ -298,10 +298,10 @@ def test_a_logger_that_cannot_be_used_is_refused_at_the_start(
 def run_twice(folder: Path, config: RunConfig) -> list[str]:
     """Record a run that finishes with step 30, is resumed from step 20, and finishes with step 40."""
     warnings: list[str] = []
-    with RunFolder.create(folder, config, RunLoggers(config, warnings.append)) as run:
+    with RunFolder(folder, config, loggers=RunLoggers(config, warnings.append)) as run:
         log(run, 10, 20, 30)
         run.finish({})
-    with RunFolder.reopen(folder, config, 20, loggers=RunLoggers(config, warnings.append)) as run:
+    with RunFolder(folder, config, 20, loggers=RunLoggers(config, warnings.append)) as run:
         log(run, 30, 40)
         run.finish({"auc": 0.5})
     return warnings

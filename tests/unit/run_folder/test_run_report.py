@@ -38,7 +38,7 @@ def ids(page: Element) -> list[str]:
 
 def written(path: Path, result: dict[str, object]) -> tuple[str, Element]:
     """Return the report of a run with 40 log steps, as text and parsed."""
-    with RunFolder.create(path, RunConfig()) as folder:
+    with RunFolder(path, RunConfig()) as folder:
         for step in range(1, 41):
             numbers = {"item.rows": 9.0, "item.unknown_fraction": 0.25}
             folder.log_progress(progress(step, phase_seconds=PHASES, numbers=numbers))
@@ -93,7 +93,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     }
     for batch_size, (name, result) in enumerate(results.items(), 1):
         config = RunConfig(train=TrainSection(batch_size=batch_size))
-        with RunFolder.create(tmp_path / name, config) as run:
+        with RunFolder(tmp_path / name, config) as run:
             for step in (1, 2):
                 run.log_progress(progress(step))
             run.log("test", 2, METRICS)

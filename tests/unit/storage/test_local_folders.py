@@ -62,7 +62,7 @@ def test_new_folders_are_private_and_existing_ones_keep_their_mode(tmp_path: Pat
 def test_folders_of_runs_and_prepared_data_are_private(tmp_path: Path) -> None:
     run = tmp_path / "runs/run"
     with folder_lock(run):
-        RunFolder.create(run, RunConfig()).close()
+        RunFolder(run, RunConfig()).close()
     data = prepare(load_config(None, ["data.synthetic_rows=50"]), tmp_path / "runs/.prepared")
     assert {mode(each) for each in (run, run.parent, data.parent, data)} == {0o700}
 
@@ -80,8 +80,8 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     def write_all() -> None:
         with folder_lock(tmp_path / "run"):
             if name == "metrics.jsonl":
-                RunFolder(tmp_path / "run", RunConfig())
-            RunFolder.create(tmp_path / "run", RunConfig()).finish({})
+                RunFolder(tmp_path / "run", RunConfig(), 0)
+            RunFolder(tmp_path / "run", RunConfig()).finish({})
 
     if name in REPLACED:
         write_all()

@@ -67,19 +67,19 @@ def test_loggers_of_another_user_receive_nothing(logger: str, tmp_path: Path) ->
 def test_a_default_configuration_needs_no_signature(tmp_path: Path, state: Path) -> None:
     assert signed_toml(RunConfig()) == to_toml(RunConfig())
     run = tmp_path / "run"
-    RunFolder.create(run, RunConfig()).close()
+    RunFolder(run, RunConfig()).close()
     assert load_resumed_config(run, []) == RunConfig()
     assert not state.exists()
 
 
 def test_a_resumed_run_is_signed_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    RunFolder.create(run, CUSTOM).close()
+    RunFolder(run, CUSTOM).close()
     assert load_resumed_config(run, ["train.epochs=2"]).dense.net == "my_net:build"
     written(run, to_toml(CUSTOM))
     with pytest.raises(ConfigError, match="not signed"):
         load_resumed_config(run, [])
-    RunFolder.reopen(run, load_resumed_config(run, [], trust_code=True), 0).close()
+    RunFolder(run, load_resumed_config(run, [], trust_code=True), 0).close()
     assert load_resumed_config(run, []) == CUSTOM
 
 
@@ -167,7 +167,7 @@ def test_another_users_value_has_no_effect_unless_allowed(dotted: str, tmp_path:
 def test_validation_files_of_another_user_are_refused(tmp_path: Path, state: Path) -> None:
     data = ["data.format=csv", "data.sparse=C2", "data.path=mine.csv"]
     for value in ("random(0.2)", "path(/etc/passwd)"):
-        RunFolder.create(tmp_path / value[:4], load_config(None, [*data, f"data.validation={value}"])).close()
+        RunFolder(tmp_path / value[:4], load_config(None, [*data, f"data.validation={value}"])).close()
     shutil.rmtree(state)
     load_run_config(tmp_path / "rand/config.toml", data[2:])
     check_refused(tmp_path / "path/config.toml", "data.validation")
