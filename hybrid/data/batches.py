@@ -244,40 +244,35 @@ class ShuffledOrder:
         self._has_lanes = num_lanes > 0
         # A permutation: the first p positions of an epoch have (p + turn) // L rows of a lane, p in all.
         self._turns_L = np.argsort(np.argsort(np.arange(max(1, num_lanes)) * _GOLDEN % 1.0))
-        num_chunks = -(-num_rows // CHUNK_ROWS)
-        self._chunks = np.random.default_rng((*self._key, _CHUNK_STREAM)).permutation(num_chunks)
+        rng = np.random.default_rng((*self._key, _CHUNK_STREAM))
+        self._chunks = rng.permutation(-(-num_rows // CHUNK_ROWS))
         sizes = np.minimum(num_rows - self._chunks * CHUNK_ROWS, CHUNK_ROWS)
-        edges = np.concatenate([[0], np.cumsum(sizes)])
-        self._window_starts = np.append(edges[:-1:WINDOW_CHUNKS], num_rows)
+        self._window_starts = np.append((sizes.cumsum() - sizes)[::WINDOW_CHUNKS], num_rows)
         self._window = -1  # index of the last window
-        self._lanes: list[npt.NDArray[np.int64]] = []  # the rows of its lanes
+        self._lanes: list[Rows] = []  # the rows of its lanes
 
-    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def indices(self, start: int, stop: int) -> Rows:
         """Return the rows of a step, which has the positions ``start`` .. ``stop`` - 1 of the epoch.
 
         The rows of lane 0 come first, then those of lane 1, and so on.
         """
-        chosen: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
+        of_windows = [[np.empty(0, np.int64)] * len(self._turns_L)]
         while start < stop:
-            window = int(np.searchsorted(self._window_starts, start, side="right")) - 1
+            window = int(self._window_starts.searchsorted(start, side="right")) - 1
             first, last = self._window_starts[window : window + 2].tolist()
-            end = min(stop, last)
             if window != self._window:
                 self._window, self._lanes = window, self._shuffled_lanes(window, first, last)
-            before_L = self._count_rows_L(first)
-            starts = (self._count_rows_L(start) - before_L).tolist()
-            stops = (self._count_rows_L(end) - before_L).tolist()
-            for of_lane, rows, lane_start, lane_stop in zip(chosen, self._lanes, starts, stops, strict=True):
-                of_lane.append(rows[lane_start:lane_stop])
+            end = min(stop, last)
+            bounds = (self._count_rows_L(at) - self._count_rows_L(first) for at in (start, end))
+            of_windows.append([rows[a:b] for rows, a, b in zip(self._lanes, *bounds, strict=True)])
             start = end
-        return np.concatenate([rows for of_lane in chosen for rows in of_lane])
+        return np.concatenate([rows for of_lane in zip(*of_windows, strict=True) for rows in of_lane])
 
-    def _shuffled_lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
+    def _shuffled_lanes(self, window: int, first: int, last: int) -> list[Rows]:
         chunks = self._chunks[window * WINDOW_CHUNKS : (window + 1) * WINDOW_CHUNKS]
         rows = (chunks[:, None] * CHUNK_ROWS + np.arange(CHUNK_ROWS)).reshape(-1)
-        rows = rows[rows < self._num_rows]
         ends_L = (self._count_rows_L(last) - self._count_rows_L(first)).cumsum()
-        lanes = np.split(rows, ends_L[:-1])
+        lanes = np.split(rows[rows < self._num_rows], ends_L[:-1])
         for lane, of_lane in enumerate(lanes):
             stream = (_LANE_STREAM, window, lane) if self._has_lanes else (_WINDOW_STREAM, window)
             np.random.default_rng((*self._key, *stream)).shuffle(of_lane)
