@@ -157,8 +157,7 @@ class Manifest:
             raise CheckpointError(f"cannot write {folder / MANIFEST_FILE}: {rule}")
         with write_errors(folder / MANIFEST_FILE):
             storage.write_bytes(folder / MANIFEST_FILE, content)
-            if isinstance(folder, Path):
-                sync(folder)
+            sync(folder)
 
     def verify(self, folder: StoragePath) -> None:
         """Compare every file in ``folder`` with its checksum; in an object store, only the text files.
@@ -290,12 +289,10 @@ def step_folder(run: StoragePathT, step: int) -> StoragePathT:
 def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
     """Return the folders of a run's complete checkpoints, newest first; StorageError if one is a link."""
     folder = run / _FOLDER
-    if isinstance(folder, Path):
-        refuse_link(folder)
+    refuse_link(folder)
     entries = [each for each in storage.list_entries(folder) if _STEP_NAME.fullmatch(each.path.name)]
     for each in entries:
-        if not each.is_folder and isinstance(each.path, Path):
-            refuse_link(each.path)
+        refuse_link(each.path)
     complete = [each.path for each in entries if each.is_folder and storage.exists(each.path / MANIFEST_FILE)]
     return cast(list[StoragePathT], sorted(complete, key=parse_step, reverse=True))
 
@@ -325,9 +322,6 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
     target = vocabulary_path(folder, name)
     with write_errors(target):
         if not storage.exists(target):
-            if not isinstance(target, Path):
-                storage.copy(source, target)
-                return {}
             refuse_link(target.parent)
             make_folder(target.parent)
             storage.copy(source, target)
@@ -400,8 +394,7 @@ def remove_after(run: StoragePath, step: int) -> None:
 
     Raise CheckpointError or StorageError if a complete checkpoint or the deltas cannot be removed.
     """
-    if isinstance(run, Path):
-        refuse_link(run / DELTAS_FOLDER)
+    refuse_link(run / DELTAS_FOLDER)
     with write_errors(run / DELTAS_FOLDER):
         storage.remove(run / DELTAS_FOLDER / CURRENT_FILE)  # first, since followers read it first
         storage.remove(run / DELTAS_FOLDER)
@@ -425,8 +418,6 @@ def remove_after(run: StoragePath, step: int) -> None:
 
 def prune(run: StoragePath, keep_last: int, best_step: int | None) -> None:
     """Remove checkpoints, except the best and the ``keep_last`` newest; errors as in :func:`remove_after`."""
-    folders = list_checkpoints(run)
-    best = None if best_step is None else step_folder(run, best_step)
-    for folder in folders[keep_last:]:
-        if folder != best:
+    for folder in list_checkpoints(run)[keep_last:]:
+        if parse_step(folder) != best_step:
             remove(folder)

@@ -16,7 +16,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +28,7 @@ from hybrid.primitives.bfloat16_arrays import to_floats
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_fields, parse_json
 from hybrid.storage.private_files import make_folder, refuse_link
-from hybrid.storage.remote_path import RemotePath, StoragePath
+from hybrid.storage.remote_path import StoragePath
 
 PARENT = "parent"  # key of the progress of a delta's manifest: the identity of the model that it changes
 _FORMAT = 1
@@ -74,8 +73,7 @@ class DeltaChain:
         CheckpointError if the list is invalid, StorageError if it cannot be read.
         """
         path = run / DELTAS_FOLDER / CURRENT_FILE
-        if isinstance(path, Path):
-            refuse_link(path.parent)
+        refuse_link(path.parent)
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
@@ -102,8 +100,7 @@ class DeltaChain:
         folder = run / DELTAS_FOLDER
         document = {"format": _FORMAT, **dataclasses.asdict(self)}
         with write_errors(folder / CURRENT_FILE):
-            if not isinstance(folder, RemotePath):
-                make_folder(folder)
+            make_folder(folder)
             storage.write_bytes(folder / CURRENT_FILE, json.dumps(document, indent=1).encode())
 
 
@@ -131,8 +128,7 @@ Changes: TypeAlias = dict[str, list[ChangedRows]]  # by table, in the order in w
 def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
     """Open a delta and verify its files; CheckpointError if it is missing, damaged or not of ``version``."""
     folder = delta_folder(run, version.step)
-    if isinstance(folder, Path) and isinstance(run, Path):
-        refuse_link(folder, run)
+    refuse_link(folder, run)
     delta = Checkpoint.open(folder)
     manifest = delta.manifest
     found = manifest.step, manifest.progress.get(PARENT), identity_of(manifest)

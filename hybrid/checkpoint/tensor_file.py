@@ -81,8 +81,7 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     size = len(header) + start
     digest, written = hashlib.sha256(), 0
     try:
-        if isinstance(path, Path):
-            make_folder(path.parent)
+        make_folder(path.parent)
         with storage.open_writer(path) as file:
             for chunk in _chunks(header, ordered):
                 file.write(chunk)

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from hybrid.errors import StorageError
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 # Cache folders of torch's compiler, and of its kernels for some GPUs. The defaults have predictable names in
 # the system's temporary folder, and torch loads libraries that another user may have put there.
@@ -22,8 +23,13 @@ _COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "qu
 _PRECOMPILE_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and the missing folders above it, private to their owner; existing ones are unchanged."""
+def make_folder(path: StoragePath) -> None:
+    """Make a folder and the missing folders above it, private to their owner; existing ones are unchanged.
+
+    Do nothing in a store, which needs no folders.
+    """
+    if isinstance(path, RemotePath):
+        return
     try:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     except FileNotFoundError:
@@ -60,15 +66,19 @@ def open_file(
     return descriptor
 
 
-def refuse_link(path: str | Path, root: Path | None = None) -> None:
+def refuse_link(path: str | StoragePath, root: StoragePath | None = None) -> None:
     """Raise StorageError if a path is a symbolic link, because a link may lead to files of another run.
+
+    Do nothing in a store, which has no links.
 
     Args:
         root: a folder above ``path``; the folders below it must not be links, either.
     """
-    inner = [Path(path), *Path(path).parents]
+    if isinstance(path, RemotePath):
+        return
+    inner: list[StoragePath] = [Path(path), *Path(path).parents]
     for each in inner[: 1 if root is None else inner.index(root)]:
-        if each.is_symlink():
+        if Path(each).is_symlink():
             reason = "is a symbolic link, which is not followed here; remove it"
             raise StorageError(f"{each}: {reason}", reason)
 
@@ -126,8 +136,10 @@ def _root_uid() -> int:
         return 0
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+def sync(path: StoragePath) -> None:
+    """Flush a local file, or the names in a local folder, to the disk."""
+    if isinstance(path, RemotePath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -319,8 +319,7 @@ def export_followed(
             storage.remove(folder)
         write_tables = partial(tables.write, changes=changes, last_folder=last_folder)
         with run_write_errors(output, OTHER_OUTPUT):
-            if isinstance(output, Path):
-                make_folder(output)
+            make_folder(output)
             _export(model, folder, formats, write_tables)
             current = {"folder": folder.name, "step": model.step}
             storage.write_bytes(output / CURRENT_FILE, json.dumps(current).encode())

@@ -6,7 +6,6 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
@@ -185,8 +184,7 @@ class StreamSession(DatasetSession):
         cache = parse_path(self.config.data.cache_folder or LOCAL_CACHE).absolute()
         folder = cache / f"stream-{hashlib.blake2b(text, digest_size=10).hexdigest()}"
         try:
-            if isinstance(folder, Path):
-                make_folder(folder)
+            make_folder(folder)
             storage.write_bytes(folder / FILE_NAME, text)
         except OSError as error:
             raise DataError(f"{folder}: cannot be written ({error}); set data.cache_folder") from error
