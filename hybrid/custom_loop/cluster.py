@@ -261,6 +261,7 @@ class Cluster:
         Args:
             values: of any shape. If the first dimension has the samples of this trainer's last slice,
                 or of all its slices in the pass, entries of copied samples (:meth:`batches`) are left out.
+                After an evaluation within a training pass, this is the pass of the evaluation.
         """
         values = self._require_loop().pass_sizes.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)

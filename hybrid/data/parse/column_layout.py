@@ -128,8 +128,8 @@ class Layout:
         """Check that each column to read is in the file at ``path``, which has the columns ``names``.
 
         A folder ``NAME=VALUE`` of the path, or a side table, may have the column instead. Raise ConfigError
-        if a column is missing and not in ``optional``, or if both the file (or its path) and a side table
-        have it. Raise DataError if the file has the column twice.
+        if a column is missing, unless it is in ``optional`` and not in ``passthrough``, or if both the file
+        (or its path) and a side table have it. Raise DataError if the file has the column twice.
         """
         known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.keys_and_columns:
@@ -137,7 +137,7 @@ class Layout:
                 if name in known:
                     rule = f"{path} and {joined[name]} both have this column; rename one of the two"
                     raise ConfigError(JOINS, rule, name)
-            elif name not in known and name not in self.optional:
+            elif name not in known and (name not in self.optional or (key, name) in self.passthrough):
                 nearest = most_similar(name, [*known, *joined])
                 columns = ", ".join(map(format_value, [*known, *joined][:_MAX_SHOWN]))
                 hint = f"did you mean {format_value(nearest)}?" if nearest else f"it has {columns}"

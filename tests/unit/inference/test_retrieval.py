@@ -100,6 +100,8 @@ def test_search_needs_no_item_column(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
     with pytest.raises(ConfigError, match=r"^data\.sparse = 'item'"):
         predict(folder / "run", [str(tmp_path / "users.csv")], tmp_path / "scores")
+    with pytest.raises(ConfigError, match="^--keep = 'item'"):
+        predict(folder / "run", [str(tmp_path / "users.csv")], tmp_path / "scores", ["item"], top_k=4)
 
 
 def test_exported_items_are_the_vectors_of_all_items(folder: Path, tmp_path: Path) -> None:
