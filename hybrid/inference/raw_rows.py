@@ -83,7 +83,7 @@ def held_out_rows(
         raise ConfigError(passthrough[0][0], "needs --input: the synthetic click log has no files")
     rule = "name files with --input"
     trained_on = DataManifest.read(copy, rule)
-    prepared = ensure_prepared(config, progress)
+    prepared = ensure_prepared(config, progress, rule)
     trained_on.check_same(DataManifest.read(prepared / dataset_manifest.FILE_NAME), rule)
     dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:

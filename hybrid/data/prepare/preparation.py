@@ -45,6 +45,7 @@ from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 LOCAL_CACHE = "runs/.prepared"
+SET_CACHE = "set data.cache_folder"
 _ATTEMPT = "attempt.txt"
 
 
@@ -88,16 +89,13 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
 
 
 def prepare(
-    config: RunConfig,
-    cache: Path,
-    report: Callable[[str], None] = ignore_progress,
-    key: str = "data.cache_folder",
+    config: RunConfig, cache: Path, report: Callable[[str], None] = ignore_progress, remedy: str = SET_CACHE
 ) -> Path:
     """Make sure that the samples of all splits of ``config`` are prepared; return their folder.
 
     The name of the folder is a :func:`fingerprint`, and the folder appears atomically. If several processes
     need the same data at the same time, one prepares them, and the others wait. ``report`` receives progress,
-    one line at a time. ``key`` is the configuration key of ``cache``, for messages.
+    one line at a time. ``remedy`` is the end of messages about ``cache``.
 
     Raises:
         ConfigError: a key does not fit the files, or the synthetic click log.
@@ -108,10 +106,10 @@ def prepare(
     files = find_input_files(config.data)
     target = cache / fingerprint(config, files)
     try:
-        if _is_prepared(target, report, key):
+        if _is_prepared(target, report, remedy):
             return target
         with hold_lock(target):
-            if _is_prepared(target, report, key):
+            if _is_prepared(target, report, remedy):
                 return target
             started = time.monotonic()
             with build_directory(target) as folder:
@@ -128,7 +126,7 @@ def prepare(
     except StorageError:  # of the input
         raise
     except OSError as error:
-        raise DataError(f"{target.parent}: cannot be written ({error}); set {key}") from error
+        raise DataError(f"{target.parent}: cannot be written ({error}); {remedy}") from error
     except MemoryError as error:
         rule = "set data.vocabulary = hash or grow, which keep no values, or add memory"
         raise DataError(f"out of memory while preparing the data; {rule}") from error
@@ -138,11 +136,11 @@ def prepare(
     return target
 
 
-def _is_prepared(target: Path, report: Callable[[str], None], key: str) -> bool:
+def _is_prepared(target: Path, report: Callable[[str], None], remedy: str) -> bool:
     if not target.exists():
         return False
     if not os.access(target, os.R_OK | os.X_OK):
-        raise DataError(f"{target}: belongs to another user; set {key}")
+        raise DataError(f"{target}: belongs to another user; {remedy}")
     report(f"prepared data found in {target}")
     return True
 
@@ -204,7 +202,9 @@ def _write_files(
     return encoder, reports
 
 
-def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_progress) -> StoragePath:
+def ensure_prepared(
+    config: RunConfig, report: Callable[[str], None] = ignore_progress, remedy: str = SET_CACHE
+) -> StoragePath:
     """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
 
     Raise the errors of :func:`prepare`, and ConfigError for a stream. With a store, also raise DataError for
@@ -215,7 +215,7 @@ def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_pr
         raise ConfigError("data.stream", rule, config.data.stream)
     cache = parse_path(config.data.cache_folder or LOCAL_CACHE)
     if not isinstance(cache, RemotePath):
-        return prepare(config, cache, report)
+        return prepare(config, cache, report, remedy)
     target = cache / fingerprint(config)
     local = Path(config.data.local_cache_folder or LOCAL_CACHE)
     # One process of this machine sends the data.
@@ -228,7 +228,7 @@ def ensure_prepared(config: RunConfig, report: Callable[[str], None] = ignore_pr
                 raise _altered_error(folder / FEATURES)
             report(f"prepared data found in {target}")
             return folder
-        prepared = prepare(config, local, report, "data.local_cache_folder")
+        prepared = prepare(config, local, report, "set data.local_cache_folder")
         report(f"sending the prepared data to {target}")
         # If two masters send at the same time, both folders are complete, and the name written last is valid.
         folder = target / uuid.uuid4().hex

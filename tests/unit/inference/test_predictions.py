@@ -83,6 +83,10 @@ def test_lists_and_types_of_parquet_stay(run: Path, tmp_path: Path) -> None:
     assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == ["a", "", "b|c"]
     with pytest.raises(ConfigError, match="--input = '-'"):
         predict(parquet, ["-"], tmp_path / "q.csv")
+    (tmp_path / "prepared").rename(tmp_path / "moved")
+    (tmp_path / "prepared").touch()  # predict has no option for data.cache_folder
+    with pytest.raises(DataError, match=r"prepared: .*\); name files with --input$"):
+        predict(parquet, [], tmp_path / "q.csv")
 
 
 def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_search_needs_no_item_column(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
     with pytest.raises(ConfigError, match=r"^data\.sparse = 'item'"):
         predict(folder / "run", [str(tmp_path / "users.csv")], tmp_path / "scores")
-    with pytest.raises(ConfigError, match="^--keep = 'item'"):
+    with pytest.raises(ConfigError, match=r"^--keep = 'item'"):
         predict(folder / "run", [str(tmp_path / "users.csv")], tmp_path / "scores", ["item"], top_k=4)
 
 
