@@ -10,12 +10,12 @@ import io
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -84,7 +84,7 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
     """Yield the rows of text that arrives in chunks. Complete rows do not wait for the next chunk.
 
     Messages name ``path``. Raise ConfigError if a required column is missing. Raise DataError if the text is
-    blank or no plain text, or has a line of more than 16 MiB, an unusable header or a required column twice.
+    no plain text, or has a line of more than 16 MiB, an unusable header or a required column twice.
     """
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
@@ -94,8 +94,6 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
             break
     if head.startswith((*_UNPACKERS,)):
         raise DataError(f"{path}: is compressed; decompress it, for example with zcat")
-    if not head.strip():
-        raise DataError(f"{path}: no rows")
     yield from _parse_blocks(path, head[:PEEK_BYTES], chain([head], blocks), layout, True)
 
 
@@ -104,8 +102,7 @@ def parse_lines(text: bytes, layout: Layout) -> TableBlock:
 
     Every line must end with a line feed. A line is one row, even with an open quote; blank lines are skipped.
     """
-    parser = _Parser(layout.data.columns, layout, joins_lines=False)
-    return parser.parse(_Lines(_normalize(text, layout), 1, 0))
+    return _Lines(_normalize(text, layout), layout.data.columns, layout, joins_lines=False).parse(1)
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
@@ -126,9 +123,8 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
     if start and not end:
         return at
     text = _normalize(window[:end], layout)
-    num_lines = text.count(b"\n", 0, _Parser(names, layout).count_complete(text))
-    ends = np.flatnonzero(np.frombuffer(window, np.uint8) == ord("\n"))
-    return start + (int(ends[num_lines - 1]) + 1 if num_lines else 0)
+    num_lines = text.count(b"\n", 0, _count_complete(text, names, layout))
+    return start + sum(len(line) + 1 for line in window.split(b"\n")[:num_lines])
 
 
 def _parse_blocks(
@@ -136,189 +132,167 @@ def _parse_blocks(
 ) -> Iterator[TableBlock]:
     """Parse blocks of lines; ``head`` is the start of the file, and ``is_start`` whether they begin there."""
     names, header_lines = read_header(path, head, layout)
-    parser = _Parser(names, layout)
-    line = 1
-    for block in parser.regroup(blocks):
-        lines = _Lines(block, line, max(0, header_lines - line + 1) if is_start else 0)
-        yield parser.parse(lines)
-        line += lines.count
+    line, rest = 1, b""
+    for block in chain(blocks, [b""]):  # an empty block marks the end
+        text = rest + block
+        size = _count_complete(text, names, layout) if block else len(text)
+        rest = text[size:]
+        if size:
+            lines = _Lines(text[:size], names, layout)
+            if is_start:
+                lines.keep[: max(0, header_lines - line + 1)] = False
+            yield lines.parse(line)
+            line += len(lines.keep)
+
+
+def _count_complete(text: bytes, names: Sequence[str], layout: Layout) -> int:
+    """Return the number of bytes before the first row of ``text`` that may end after it."""
+    if b'"' in text[-MAX_RECORD_BYTES:]:
+        lines = _Lines(text, names, layout)
+        first = int(np.searchsorted(lines.starts, len(text) - MAX_RECORD_BYTES))
+        for row in lines.find_faults(range(first, len(lines.keep))):
+            if row.found == _OPEN_QUOTE:
+                return int(lines.starts[row.line])
+    return len(text)
 
 
 class _Lines:
-    """The lines of a block. ``keep`` is true for rows, and false for the first ``skip`` lines, the header."""
+    """Lines of a file. Within the class, lines are numbered from 0.
 
-    def __init__(self, block: bytes, first_line: int, skip: int) -> None:
-        self.block = block
-        self.bytes = np.frombuffer(block, np.uint8)
-        self.ends = np.flatnonzero(self.bytes == ord("\n"))
-        self.starts = np.concatenate([[0], self.ends[:-1] + 1])
-        self.count = len(self.ends)
-        self.first_line = first_line
-        self.keep = np.arange(self.count) >= skip
+    Args:
+        names: the column names by position; a name may occur twice.
+        joins_lines: whether an open quote can join lines, which are one invalid row.
 
-    def __getitem__(self, i: int) -> bytes:
-        return self.block[self.starts[i] : self.ends[i]]
+    Attributes:
+        keep: which lines are rows: at first all of them, in the end only valid rows.
+    """
 
-    def join_kept(self) -> bytes:
-        if self.keep.all():
-            return self.block
-        return b"".join(self[i] + b"\n" for i in np.flatnonzero(self.keep).tolist())
+    def __init__(
+        self, text: bytes, names: Sequence[str], layout: Layout, *, joins_lines: bool = True
+    ) -> None:
+        self._text, self._names, self._layout, self._joins_lines = text, names, layout, joins_lines
+        self._bytes = np.frombuffer(text, np.uint8)
+        self._ends = np.flatnonzero(self._bytes == ord("\n"))
+        self.starts = np.concatenate([[0], self._ends[:-1] + 1])
+        self.keep = np.ones(len(self._ends), np.bool_)
 
+    def _line(self, i: int) -> bytes:
+        return self._text[self.starts[i] : self._ends[i]]
 
-class _Parser:
-    def __init__(self, names: Sequence[str], layout: Layout, *, joins_lines: bool = True) -> None:
-        self._width = len(names)
-        self._joins_lines = joins_lines  # whether an open quote can join lines, which are one invalid row
-        self._quotes = layout.quotes
-        self._long_delimiter, self._delimiter = layout.data.delimiter, layout.delimiter
-        # Positions serve as names for pyarrow, since a header may hold the same name twice.
-        keys = [str(i) for i in range(self._width)]
-        # The path of the file has the other required columns. One column is always read, to count rows.
-        found = [name for name in layout.required if name in names] or names[:1]
-        self._required = {name: keys[names.index(name)] for name in found}
-        self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=_MAX_BLOCK_BYTES)
-        self._convert = pacsv.ConvertOptions(
-            column_types=dict.fromkeys(keys, pa.string()),
-            include_columns=list(dict.fromkeys(self._required.values())),
-            strings_can_be_null=False,
-            check_utf8=False,
-        )
+    def parse(self, first_line: int) -> TableBlock:
+        """Return the rows; the first line has the number ``first_line`` there."""
+        self._drop_blank()
+        is_row = self.keep.copy()
+        invalid: list[InvalidRow] = []
+        columns = None
+        if b"\r" not in self._text and _is_utf8(self._text):
+            columns = self._columns(invalid)
+        if columns is None:
+            invalid = [*self.find_faults(np.flatnonzero(is_row).tolist())]
+            for row in invalid:
+                self.keep[row.line : max(row.line, row.last) + 1] = False
+            columns = self._columns(invalid)
+            assert columns is not None, "no line has an open quote"
+        kept = np.flatnonzero(self.keep)
+        rows = (np.cumsum(is_row) - 1)[kept]
+        invalid = [row.after(first_line) for row in invalid]
+        return TableBlock(columns, first_line + kept, rows, int(is_row.sum()), len(is_row), invalid)
 
-    def regroup(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
-        """Regroup ``blocks``, so that no block ends within a row."""
-        rest = b""
-        for block in blocks:
-            block = rest + block
-            cut = self.count_complete(block)
-            rest = block[cut:]
-            if cut:
-                yield block[:cut]
-        if rest:
-            yield rest
-
-    def count_complete(self, block: bytes) -> int:
-        """Return the number of bytes before the first row that may end in a later block."""
-        if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
-            return len(block)
-        lines = _Lines(block, 1, 0)
-        i = int(np.searchsorted(lines.starts, len(block) - MAX_RECORD_BYTES))
-        while i < lines.count:
-            if b'"' in lines[i] and self._fault(lines[i]) == _OPEN_QUOTE:
-                end = self._find_record_end(lines, i)
-                if end is None:
-                    return int(lines.starts[i])
-                i = end
-            i += 1
-        return len(block)
-
-    def parse(self, lines: _Lines) -> TableBlock:
-        self._drop_blank(lines)
-        row_of_line = np.cumsum(lines.keep) - 1
-        num_rows = int(lines.keep.sum())
-        block = lines.block
-        is_plain = b"\r" not in block and (block.isascii() or _is_utf8(block))
-        invalid = [] if is_plain else self._drop_invalid(lines)
-        columns, uneven = self._columns(lines.join_kept())
-        # pyarrow joins a line with an open quote to the next lines, so it returns fewer rows. The number of
-        # rows does not show an open quote in the last line.
-        num_read = len(next(iter(columns.values()))) + len(uneven)
-        kept = np.flatnonzero(lines.keep)
-        if num_read != len(kept) or (len(kept) and self._fault(lines[int(kept[-1])])):
-            invalid += self._drop_invalid(lines)
-            columns, uneven = self._columns(lines.join_kept())
-            kept = np.flatnonzero(lines.keep)
-        numbers = lines.first_line + kept
-        positions = [row.line for row in uneven]
-        invalid += [row._replace(line=int(numbers[row.line])) for row in uneven]
-        rows = np.delete(row_of_line[kept], positions)
-        return TableBlock(columns, np.delete(numbers, positions), rows, num_rows, lines.count, invalid)
-
-    def _drop_blank(self, lines: _Lines) -> None:
-        lengths = lines.ends - lines.starts
-        lines.keep &= lengths > 0
+    def _drop_blank(self) -> None:
+        lengths, first = self._ends - self.starts, self._bytes[self.starts]
+        self.keep &= lengths > 0
         # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no
         # delimiter. So only shorter lines, and lines with such a start, are examined.
-        suspect = lengths < max(self._width - 1, 1)
-        for blank in {" ", "\t"} - {self._delimiter}:
-            suspect |= lines.bytes[lines.starts] == ord(blank)
-        for i in np.flatnonzero(suspect & lines.keep).tolist():
-            lines.keep[i] = bool(lines[i].strip())
+        suspect = np.isin(first, [ord(" "), ord("\t")]) & (first != ord(self._layout.delimiter))
+        suspect |= lengths < len(self._names) - 1
+        for i in np.flatnonzero(suspect & self.keep).tolist():
+            self.keep[i] = bool(self._line(i).strip())
 
-    def _drop_invalid(self, lines: _Lines) -> list[InvalidRow]:
-        invalid = []
+    def find_faults(self, indices: Iterable[int]) -> Iterator[InvalidRow]:
+        """Yield the rows that start in the lines ``indices`` and cannot be split into fields."""
         last = -1
-        for i in np.flatnonzero(lines.keep).tolist():
-            fault = self._fault(lines[i]) if i > last else ""
-            if not fault:
-                continue
-            end = self._find_record_end(lines, i) if fault == _OPEN_QUOTE else None
-            last, last_line = i, 0
-            if end is not None:
-                last, last_line = end, lines.first_line + end
-                fault = "a line break within quotes"
-            lines.keep[i : last + 1] = False
-            invalid.append(InvalidRow(lines.first_line + i, Reason.TEXT, fault, last_line))
-        return invalid
+        for i in indices:
+            fault = self._fault(i) if i > last else ""
+            if fault:
+                last = self._find_record_end(i) if fault == _OPEN_QUOTE else i
+                is_joined = last > i
+                found = "a line break within quotes" if is_joined else fault
+                yield InvalidRow(i, Reason.TEXT, found, last if is_joined else 0)
 
-    def _find_record_end(self, lines: _Lines, i: int) -> int | None:
-        """Return the index of the last line of the row with an open quote in line ``i``; None without one."""
-        if not self._joins_lines:
-            return None
-        start, at = int(lines.starts[i]), int(lines.ends[i])
-        while (at := lines.block.find(b'"', at, start + MAX_RECORD_BYTES)) >= 0:
-            end = int(np.searchsorted(lines.ends, at))
-            at = int(lines.ends[end])
-            if lines.block.count(b'"', start, at) % 2 == 0:
-                try:
-                    rows = list(self._split_strictly(lines.block[start:at]))
-                except (csv.Error, UnicodeDecodeError):
-                    return None
-                return end if [len(fields) for fields in rows] == [self._width] else None
-        return None
+    def _fault(self, i: int) -> str:
+        """Return the reason why line ``i`` cannot be split into fields; empty if it can."""
+        try:
+            line = self._line(i).decode()
+            if "\r" in line:
+                return "a carriage return within the line"
+            if self._layout.quotes and '"' in line:
+                next(csv.reader([line], delimiter=self._layout.delimiter, strict=True))
+        except UnicodeDecodeError:
+            return "not UTF-8 text"
+        except csv.Error:
+            return _OPEN_QUOTE
+        return ""
 
-    def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
-        """Return the required columns; and the rows with a wrong number of fields, with ``line`` from 0."""
+    def _find_record_end(self, i: int) -> int:
+        """Return the last line of the row with an open quote in line ``i``; ``i`` if the quote stays open."""
+        stop = np.searchsorted(self.starts, self.starts[i] + MAX_RECORD_BYTES) if self._joins_lines else i
+        lines = (self._line(number).decode() + "\n" for number in range(i, stop))
+        reader = csv.reader(lines, delimiter=self._layout.delimiter, strict=True)
+        try:
+            fields = next(reader, [])
+        except (csv.Error, UnicodeDecodeError):
+            return i
+        return i + reader.line_num - 1 if len(fields) == len(self._names) else i
+
+    def _columns(self, invalid: list[InvalidRow]) -> dict[str, pa.Array] | None:
+        """Return the required columns of the kept lines, or None if one of these lines has an open quote.
+
+        Lines with a wrong number of fields are added to ``invalid``, and are no longer kept.
+        """
+        # Positions serve as names for pyarrow, since a header may hold the same name twice.
+        keys = [str(i) for i in range(len(self._names))]
+        # The path of the file has the other required columns. One column is always read, to count rows.
+        found = [name for name in self._layout.required if name in self._names] or self._names[:1]
+        required = {name: keys[self._names.index(name)] for name in found}
+        kept = np.flatnonzero(self.keep)
+        if not len(kept):
+            return {name: pa.array([], pa.string()) for name in required}
+        text = self._text
+        if len(kept) < len(self.keep):
+            text = self._bytes[np.repeat(self.keep, self._ends - self.starts + 1)].tobytes()
+        if text.startswith(_BYTE_ORDER_MARK):  # a value starts with the mark, which pyarrow would drop
+            text = _BYTE_ORDER_MARK + text
         uneven: list[InvalidRow] = []
 
         def skip(row: pacsv.InvalidRow) -> str:
-            found = f"{row.actual_columns} column{'s' * (row.actual_columns != 1)}, expected {self._width}"
-            uneven.append(InvalidRow(row.number - 1, Reason.COLUMNS, found))
+            columns = f"{row.actual_columns} column{'s' * (row.actual_columns != 1)}"
+            line = int(kept[row.number - 1])
+            uneven.append(InvalidRow(line, Reason.COLUMNS, f"{columns}, expected {len(keys)}"))
             return "skip"
 
-        if not block:
-            return {name: pa.array([], pa.string()) for name in self._required}, uneven
-        if block.startswith(_BYTE_ORDER_MARK):  # a value starts with the mark, which pyarrow would drop
-            block = _BYTE_ORDER_MARK + block
-        options = pacsv.ParseOptions(
-            delimiter=self._delimiter,
-            quote_char='"' if self._quotes else False,
-            ignore_empty_lines=False,
-            invalid_row_handler=skip,
+        delimiter, given_delimiter = self._layout.delimiter, self._layout.data.delimiter
+        quote, types = '"' if self._layout.quotes else False, dict.fromkeys(required.values(), pa.string())
+        table = pacsv.read_csv(
+            pa.BufferReader(text),
+            pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=_MAX_BLOCK_BYTES),
+            pacsv.ParseOptions(
+                delimiter=delimiter, quote_char=quote, ignore_empty_lines=False, invalid_row_handler=skip
+            ),
+            pacsv.ConvertOptions(check_utf8=False, column_types=types, include_columns=[*types]),
         )
-        table = pacsv.read_csv(pa.BufferReader(block), self._read, options, self._convert)
-        columns = {name: table[key].combine_chunks() for name, key in self._required.items()}
-        if self._delimiter != self._long_delimiter:  # of a quoted field
-            columns = {
-                name: pc.replace_substring(texts, self._delimiter, self._long_delimiter)
-                for name, texts in columns.items()
-            }
-        return columns, uneven
-
-    def _fault(self, line: bytes) -> str:
-        """Return the reason why ``line`` cannot be split into fields; empty if it can."""
-        if not _is_utf8(line):
-            return "not UTF-8 text"
-        if b"\r" in line:
-            return "a carriage return within the line"
-        if self._quotes and b'"' in line:
-            try:
-                next(self._split_strictly(line))
-            except csv.Error:
-                return _OPEN_QUOTE
-        return ""
-
-    def _split_strictly(self, lines: bytes) -> Iterator[list[str]]:
-        return csv.reader([lines.decode()], delimiter=self._delimiter, strict=True)
+        # pyarrow joins a line with an open quote to the next lines, so it returns fewer rows. The number of
+        # rows does not show an open quote in the last line.
+        if len(table) + len(uneven) < len(kept) or self._fault(int(kept[-1])):
+            return None
+        invalid += uneven
+        self.keep[[row.line for row in uneven]] = False
+        columns = {name: table[key].combine_chunks() for name, key in required.items()}
+        if delimiter == given_delimiter:
+            return columns
+        # A quoted field may have the delimiter.
+        return {
+            name: pc.replace_substring(texts, delimiter, given_delimiter) for name, texts in columns.items()
+        }
 
 
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
@@ -331,33 +305,29 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"
         raise DataError(f"{path}: is not text; {rule}")
-    text = _normalize(head, layout).decode("utf-8-sig", errors="replace")
-    lines = text.split("\n")
+    lines = _normalize(head, layout).decode("utf-8-sig", errors="replace").split("\n")
     if len(head) >= PEEK_BYTES:
         lines.pop()  # it may be incomplete
-    filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
     peeked = []
+    filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     for number, line in islice(filled, PEEK_LINES):
-        line = line.strip("\r")
-        fields = line.split(layout.delimiter)
-        if layout.quotes:
-            try:
-                fields = next(csv.reader([line], delimiter=layout.delimiter), [])
-            except csv.Error:  # a field is longer than the csv module allows, so this is no header and no row
-                fields = [line]
+        try:
+            fields = next(csv.reader([line.strip("\r")], delimiter=layout.delimiter, quoting=quoting))
+        except csv.Error:  # a carriage return, or a field that is longer than the csv module allows
+            fields = [line]
         peeked.append((number, fields))
     names, header_lines = layout.data.columns, 0
     if not names:
-        if not peeked and len(head) < PEEK_BYTES:
-            return layout.required, 0  # an empty file, as Spark writes them beside others
         if not peeked:
+            if len(head) < PEEK_BYTES:
+                return layout.required, 0  # an empty file, as Spark writes them beside others
             found = f"has no header line in its first {PEEK_BYTES >> 20} MiB"
             raise DataError(f"{path}: {found}; check data.path")
         header_lines, fields = peeked[0]
         if any("\r" in field for field in fields):
-            raise DataError(
-                f"{path}:{header_lines}: a carriage return within the header; lines must end in a line feed"
-            )
+            rule = "a carriage return within the header; lines must end in a line feed"
+            raise DataError(f"{path}:{header_lines}: {rule}")
         names = tuple(field.strip() for field in fields)
     elif not layout.with_labels:
         features = {source for column in (*layout.dense, *layout.sparse) for source in column.sources}
@@ -370,9 +340,9 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
     return names, header_lines
 
 
-def _is_utf8(block: bytes) -> bool:
+def _is_utf8(text: bytes) -> bool:
     try:
-        block.decode()
+        text.decode()
     except UnicodeDecodeError:
         return False
     return True
@@ -388,16 +358,13 @@ def _cut_to_lines(
     """
     rest = b""
     for chunk in chunks:
-        chunk = chunk.removeprefix(_BYTE_ORDER_MARK) if is_start else chunk
+        text = rest + (chunk.removeprefix(_BYTE_ORDER_MARK) if is_start else chunk)
         is_start = False
-        cut = chunk.rfind(b"\n") + 1
-        if len(rest) + (chunk.find(b"\n") if cut else len(chunk)) > MAX_LINE_BYTES:
+        cut = text.rfind(b"\n") + 1
+        if (text.find(b"\n") if cut else len(text)) > MAX_LINE_BYTES:
             raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
-        if cut:
-            yield from _limit_lines(_normalize(b"".join((rest, memoryview(chunk)[:cut])), layout))
-            rest = chunk[cut:]
-        else:
-            rest += chunk
+        yield from _limit_lines(_normalize(text[:cut], layout))
+        rest = text[cut:]
     if rest:
         yield from _limit_lines(_normalize(rest + b"\n", layout))
 
@@ -413,14 +380,12 @@ def _normalize(block: bytes, layout: Layout) -> bytes:
 
 
 def _limit_lines(block: bytes) -> Iterator[bytes]:
-    is_end = np.frombuffer(block, np.uint8) == ord("\n")
-    if np.count_nonzero(is_end) <= _MAX_BLOCK_LINES:
-        yield block
-        return
-    ends = np.flatnonzero(is_end) + 1
-    for first, last in pairwise([0, *ends[_MAX_BLOCK_LINES - 1 :: _MAX_BLOCK_LINES].tolist(), len(block)]):
-        if first < last:
-            yield block[first:last]
+    cuts = {0, len(block)}
+    if block.count(b"\n") > _MAX_BLOCK_LINES:
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+        cuts.update(ends[_MAX_BLOCK_LINES - 1 :: _MAX_BLOCK_LINES].tolist())
+    for first, last in pairwise(sorted(cuts)):
+        yield block[first:last]
 
 
 @contextmanager
@@ -447,8 +412,6 @@ def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[by
     Args:
         at_once: whether to yield bytes as soon as they arrive; otherwise wait for ``size`` bytes or the end.
     """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
     chunk, block = bytearray(), b"more"
     while block:
         try:
@@ -456,7 +419,7 @@ def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[by
         except OSError as error:
             raise DataError(f"{STDIN}: cannot be read ({error.strerror})") from error
         chunk += block
-        is_complete = len(chunk) == size or not block or (at_once and not poll.poll(0))
-        if chunk and is_complete:
+        has_more = not at_once or select.select([descriptor], [], [], 0)[0]
+        if chunk and not (block and has_more and len(chunk) < size):
             yield bytes(chunk)
             chunk.clear()
