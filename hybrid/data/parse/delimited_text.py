@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -181,12 +181,20 @@ class _Lines:
 
     def parse(self, first_line: int) -> TableBlock:
         """Return the rows; the first line has the number ``first_line`` there."""
-        self._drop_blank()
+        lengths, first = self._ends - self.starts, self._bytes[self.starts]
+        self.keep &= lengths > 0
+        # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no
+        # delimiter. So only shorter lines, and lines with such a start, are examined.
+        suspect = np.isin(first, [ord(" "), ord("\t")]) & (first != ord(self._layout.delimiter))
+        suspect |= lengths < len(self._names) - 1
+        for i in np.flatnonzero(suspect & self.keep).tolist():
+            self.keep[i] = bool(self._line(i).strip())
         is_row = self.keep.copy()
         invalid: list[InvalidRow] = []
         columns = None
-        if b"\r" not in self._text and _is_utf8(self._text):
-            columns = self._columns(invalid)
+        with suppress(UnicodeDecodeError):  # some lines are then not UTF-8 text
+            if "\r" not in self._text.decode():
+                columns = self._columns(invalid)
         if columns is None:
             invalid = [*self.find_faults(np.flatnonzero(is_row).tolist())]
             for row in invalid:
@@ -197,16 +205,6 @@ class _Lines:
         rows = (np.cumsum(is_row) - 1)[kept]
         invalid = [row.after(first_line) for row in invalid]
         return TableBlock(columns, first_line + kept, rows, int(is_row.sum()), len(is_row), invalid)
-
-    def _drop_blank(self) -> None:
-        lengths, first = self._ends - self.starts, self._bytes[self.starts]
-        self.keep &= lengths > 0
-        # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no
-        # delimiter. So only shorter lines, and lines with such a start, are examined.
-        suspect = np.isin(first, [ord(" "), ord("\t")]) & (first != ord(self._layout.delimiter))
-        suspect |= lengths < len(self._names) - 1
-        for i in np.flatnonzero(suspect & self.keep).tolist():
-            self.keep[i] = bool(self._line(i).strip())
 
     def find_faults(self, indices: Iterable[int]) -> Iterator[InvalidRow]:
         """Yield the rows that start in the lines ``indices`` and cannot be split into fields."""
@@ -338,14 +336,6 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
             names = rest
     layout.require(names, path)
     return names, header_lines
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _cut_to_lines(
