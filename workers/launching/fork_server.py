@@ -221,7 +221,10 @@ class ForkServer:
         return self._process.poll() is None
 
     def isolate(self) -> None:
-        """Move the server into a network namespace, before the first start; OSError if that is forbidden."""
+        """Move the server into a network namespace, before the first start.
+
+        OSError if the system forbids it; then another server is needed.
+        """
         self._call("isolate")
         self.is_isolated = True
 
@@ -322,26 +325,10 @@ def is_alive(pid: int) -> bool:
 def enter_network_namespace() -> None:
     """Move this process and its future children into a new network namespace that has only loopback.
 
-    OSError if the system forbids it. Root creates the network namespace directly. Other users also create a
-    user namespace, in which they keep their user id. The process must not have started threads yet.
+    OSError if the system forbids it; then the process may have lost its user id, and should end. Root creates
+    the network namespace directly. Other users also create a user namespace, in which they keep their user
+    id. The process must not have started threads yet.
     """
-    child = os.fork()  # the child tries first, because a partial success cannot be undone
-    if not child:
-        error = 1
-        try:
-            _enter()
-            error = 0
-        except OSError as raised:
-            error = raised.errno or error
-        finally:
-            os._exit(error)
-    error = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if error:
-        raise OSError(error, os.strerror(error))
-    _enter()
-
-
-def _enter() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
         user, group = os.geteuid(), os.getegid()

@@ -108,7 +108,8 @@ def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextMan
 @contextmanager
 def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
     """Yield a server that forks roles, with torch imported; in a network namespace if allowed."""
-    with ForkServer(_PRELOAD, [lock]) as server:
+    with ExitStack() as stack:
+        server = stack.enter_context(ForkServer(_PRELOAD, [lock]))
         if uses_namespace(config, run_access.checkpoint_root(folder)):
             try:
                 server.isolate()
@@ -119,6 +120,8 @@ def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Ite
                     "this machine can reach their ports (docs/security.md); "
                     'cluster.namespace = "off" hides this line',
                 )
+                stack.close()  # ends the server, which may have lost its user id
+                server = stack.enter_context(ForkServer(_PRELOAD, [lock]))
         with TerminalView() as view, suppress(ClusterError):  # RoleProcesses.start raises it, too
             view.status("importing PyTorch")
             server.preload()

@@ -1,8 +1,6 @@
 """Which failures are followed by another start; messages; and when a launch uses a network namespace."""
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +12,6 @@ from hybrid.errors import ClusterError, OutageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import parse_path
 from workers.exit_codes import Cause, ExitCode, ReportedError
-from workers.launching.fork_server import enter_network_namespace
 from workers.launching.launcher import Restarts, namespace_hint, uses_namespace
 from workers.launching.role_processes import RoleFailure
 from workers.run_folder.run_access import RESTARTS_FILE, command_name, describe_saved_state
@@ -180,16 +177,6 @@ def test_namespace_is_used_if_all_connections_stay_on_loopback(keys: dict[str, A
 def test_other_hosts_and_stores_need_the_network_of_the_machine(section: dict[str, Any]) -> None:
     assert not uses_namespace(RunConfig(**section), HERE)
     assert not uses_namespace(RunConfig(), parse_path("s3://bucket/runs/copy"))
-
-
-def test_refused_namespace_leaves_process_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child process tries it first, since a namespace cannot be left."""
-    before = os.readlink("/proc/self/ns/net")
-    monkeypatch.setattr(os, "fork", lambda: 1 << 22)
-    monkeypatch.setattr(os, "waitpid", lambda pid, options: (pid, errno.EPERM << 8))
-    with pytest.raises(PermissionError):
-        enter_network_namespace()
-    assert os.readlink("/proc/self/ns/net") == before
 
 
 @pytest.mark.parametrize(
