@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -209,47 +209,40 @@ def _convert_errors(topic: str) -> Iterator[None]:
         raise DataError(f"{topic}: {error.args[0].str()}; check data.stream") from error
 
 
-@dataclass
-class _Partition:
-    next: int  # the first offset of the next step
-    rows: int  # the number of offsets of a step
-    end: int  # the first offset that is not yet fetched
-    messages: deque[Any] = field(default_factory=deque)  # fetched, and not yet taken
-
-    def take(self) -> Iterator[Any]:
-        self.next += self.rows
-        while self.messages and self.messages[0].offset() < self.next:
-            yield self.messages.popleft()
-
-
 def _read_steps(
-    config: RunConfig, unit: StreamUnit, partitions: Iterable[int], is_over: threading.Event
+    config: RunConfig, unit: StreamUnit, partitions: Sequence[int], is_over: threading.Event
 ) -> Generator[list[Any], None, None]:
     """Yield the messages of each step until ``is_over``; DataError if offsets are lost or a request fails."""
     kafka, rows = _import_kafka(), _rows_of_step(config, unit)
-    read = {p: _Partition(unit.offsets[p], rows[p], unit.offsets[p]) for p in partitions}
+    fetched: dict[int, deque[Any]] = {p: deque() for p in partitions}  # messages of later steps
+    ends = {p: unit.offsets[p] for p in partitions}  # the first offset that is not yet fetched
     paused: set[int] = set()
     with closing(_connect(config)) as consumer, _convert_errors(unit.name):
-        consumer.assign([kafka.TopicPartition(unit.name, p, each.next) for p, each in read.items()])
+        consumer.assign([kafka.TopicPartition(unit.name, p, end) for p, end in ends.items()])
         while True:
-            while any(each.end < each.next + each.rows for each in read.values()):
+            unit = advance_unit(config, unit, 1)
+            while any(end < unit.offsets[p] for p, end in ends.items()):
                 if is_over.is_set():
                     return
                 for message in consumer.consume(_FETCH_MESSAGES, _FETCH_SECONDS):
-                    error, partition = message.error(), read[message.partition()]
+                    error, p = message.error(), message.partition()
                     if error is None:
-                        partition.messages.append(message)
-                        partition.end = message.offset() + 1
+                        fetched[p].append(message)
+                        ends[p] = message.offset() + 1
                     elif error.code() == kafka.KafkaError._PARTITION_EOF:
-                        partition.end = message.offset()
+                        ends[p] = message.offset()
                     else:
                         raise kafka.KafkaException(error)
                 # A partition that is ahead waits, so that memory is limited.
-                held = {p for p, each in read.items() if len(each.messages) > max(_MAX_HELD, 2 * each.rows)}
+                held = {p for p, messages in fetched.items() if len(messages) > max(_MAX_HELD, 2 * rows[p])}
                 consumer.pause([kafka.TopicPartition(unit.name, p) for p in held - paused])
                 consumer.resume([kafka.TopicPartition(unit.name, p) for p in paused - held])
                 paused = held
-            yield [message for each in read.values() for message in each.take()]
+            of_step = []
+            for p, messages in fetched.items():
+                while messages and messages[0].offset() < unit.offsets[p]:
+                    of_step.append(messages.popleft())
+            yield of_step
 
 
 def _parse(topic: str, messages: Sequence[Any], layout: Layout) -> tuple[RawBlock, list[InvalidRow]]:
