@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
@@ -101,8 +101,7 @@ class BatchLoader:
         if self.by_group:
             assert self.dataset.group_starts is not None, "check_group_sizes comes first"
             num_groups = len(self.dataset.group_starts) - 1
-            groups = GroupedOrder(self.dataset, self._order(num_groups, epoch)(0, num_groups))
-            steps = (groups.indices(*each) for each in ranges)
+            steps = group_steps(self.dataset, self._order(num_groups, epoch)(0, num_groups), ranges)
         else:
             order = self._order(self.dataset.num_samples, epoch)
             steps = ((order(*each), None) for each in ranges)
@@ -127,8 +126,10 @@ class BatchLoader:
         return ShuffledOrder(number, self.seed, epoch, self.lanes).indices if self.shuffle else np.arange
 
 
-class GroupedOrder:
-    """The order of the rows of an epoch, group by group; takes 16 bytes of memory per group.
+def group_steps(
+    dataset: PreparedDataset, groups_G: Rows, ranges: Iterable[tuple[int, int]]
+) -> Iterator[tuple[Rows, Rows]]:
+    """Yield the rows of each step of complete groups, and where each of its groups ends among these rows.
 
     ::
 
@@ -139,23 +140,15 @@ class GroupedOrder:
 
     Args:
         groups_G: a permutation of the group indices, which is the order of the groups in the epoch.
+        ranges: the start and the stop of the positions of each step.
     """
-
-    def __init__(self, dataset: PreparedDataset, groups_G: npt.NDArray[np.int64]) -> None:
-        assert dataset.group_rows is not None
-        assert dataset.group_starts is not None
-        self._rows_N, self._starts_G1 = dataset.group_rows, dataset.group_starts
-        self._groups_G = groups_G
-        self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
-
-    def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows of a step, and where each of its groups ends among these rows.
-
-        A group is in the step that has its last row: at the positions ``start`` to ``stop`` - 1 of the epoch.
-        """
-        first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
-        positions_B, sizes = item_positions(self._starts_G1, self._groups_G[first:last])
-        return self._rows_N[positions_B], sizes.cumsum()
+    assert dataset.group_rows is not None
+    assert dataset.group_starts is not None
+    ends_G = np.diff(dataset.group_starts)[groups_G].cumsum()
+    for start, stop in ranges:
+        first, last = ends_G.searchsorted([start, stop], side="right")
+        positions_B, sizes = item_positions(dataset.group_starts, groups_G[first:last])
+        yield dataset.group_rows[positions_B], sizes.cumsum()
 
 
 class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):

@@ -17,7 +17,7 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures, slice_bounds
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.batches import BatchLoader, BatchStream, GroupedOrder, ShuffledOrder, check_ranking_losses
+from hybrid.data.batches import BatchLoader, BatchStream, ShuffledOrder, check_ranking_losses, group_steps
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.errors import ConfigError, DataError
 
@@ -234,8 +234,9 @@ def test_epoch_has_every_complete_group_once(sizes: list[int], epoch: int, more:
     dataset, batch_size = ordered(sizes), max(sizes) + more
     assert dataset.group_rows is not None
     group_of = dict(zip(dataset.group_rows.tolist(), np.repeat(np.arange(len(sizes)), sizes), strict=True))
-    order = GroupedOrder(dataset, ShuffledOrder(len(sizes), 1, epoch).indices(0, len(sizes)))
-    steps = [order.indices(start, start + batch_size) for start in range(0, sum(sizes), batch_size)]
+    order = ShuffledOrder(len(sizes), 1, epoch).indices(0, len(sizes))
+    ranges = [(start, start + batch_size) for start in range(0, sum(sizes), batch_size)]
+    steps = [*group_steps(dataset, order, ranges)]
     assert sorted(itertools.chain(*(rows.tolist() for rows, _ in steps))) == list(range(sum(sizes)))
     position = 0
     for step, (rows, ends) in enumerate(steps):
