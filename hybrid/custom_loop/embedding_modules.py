@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
@@ -227,13 +227,21 @@ class TableModule(nn.Module):
         self.optimizer = optimizer or Adagrad(lr=0.05)
         self.padding_idx = padding_idx
         num_rows = num_embeddings or (self.growth and self.growth.max_rows) or UNLIMITED_ROWS
-        self.init_scale = num_rows**-0.5 if init_scale is None else init_scale
-        self.init = init
-        self.initial = initial
-        self.dtype = dtype
+        self._spec = TableSpec(
+            name="",
+            num_rows=self.num_embeddings,
+            dim=embedding_dim,
+            pooling=Pooling.SUM,
+            features=(),
+            optimizer=self.optimizer,
+            init_scale=num_rows**-0.5 if init_scale is None else init_scale,
+            init=init,
+            initial=initial,
+            growth=self.growth,
+            has_bfloat16_rows=dtype is torch.bfloat16,
+        )
         self.ids = (ids,) if isinstance(ids, str) else tuple(ids)
         self.weights: tuple[str, ...] = ()
-        self.pooled_by = "auto"
         self.name = ""
         self._loop: TrainingLoop | None = None
 
@@ -278,21 +286,7 @@ class TableModule(nn.Module):
 
     def spec(self, name: str, bytes_per_value: int) -> TableSpec:
         """Return the table's specification; ``name`` is its path in the distributed module."""
-        return TableSpec(
-            name=name,
-            num_rows=self.num_embeddings,
-            dim=self.embedding_dim,
-            pooling=Pooling.SUM,
-            features=(name,),
-            optimizer=self.optimizer,
-            init_scale=self.init_scale,
-            init=self.init,
-            bytes_per_value=bytes_per_value,
-            initial=self.initial,
-            pooled_by=self.pooled_by,
-            growth=self.growth,
-            has_bfloat16_rows=self.dtype is torch.bfloat16,
-        )
+        return replace(self._spec, name=name, features=(name,), bytes_per_value=bytes_per_value)
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
         """Set the name, and the loop that looks up vectors; RuntimeError if the table already has a loop."""
@@ -441,7 +435,7 @@ class EmbeddingBag(TableModule):
             raise ValueError(f"mode is one of {', '.join(Pooling)}, not {mode!r}")
         self.pooling = Pooling(mode)
         self.include_last_offset = include_last_offset
-        self.pooled_by = pooled_by
+        self._spec = replace(self._spec, pooled_by=pooled_by)
 
     def forward(
         self,

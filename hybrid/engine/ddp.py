@@ -68,23 +68,21 @@ class DensePlacement:
             convert_tensor: :func:`full_tensor` to gather full tensors, or :func:`local_shard` to select this
                 trainer's shards. To gather, all trainers that share a net must call this method together.
         """
-        parameters = dict(net.named_parameters())
-        layouts = {name: self.layouts[p] for name, p in parameters.items() if p in self.layouts}
-        converted_net = {
-            name: convert_tensor(tensor, layouts[name]) if name in layouts else tensor
-            for name, tensor in net_state.items()
+        layouts = {name: self.layouts.get(parameter) for name, parameter in net.named_parameters()}
+        by_index = dict(enumerate(layouts.values()))
+
+        def convert(value: Any, layout: Layout | None) -> Any:
+            # The step count of an optimizer does not have the shape of the parameter.
+            if layout is None or not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            return convert_tensor(value, layout)
+
+        # Without a layout are also buffers, and parameters of another net.
+        converted_net = {name: convert(tensor, layouts.get(name)) for name, tensor in net_state.items()}
+        converted_optimizer = {
+            index: {key: convert(value, by_index.get(index)) for key, value in values.items()}
+            for index, values in optimizer_state.items()
         }
-        layout_of = dict(enumerate(map(layouts.get, parameters)))
-        converted_optimizer = {}
-        for index, values in optimizer_state.items():
-            layout = layout_of.get(index)  # None as well if the state is of another net
-            converted_optimizer[index] = {
-                # The step count does not have the shape of the parameter.
-                key: convert_tensor(value, layout)
-                if layout is not None and isinstance(value, Tensor) and value.dim() > 0
-                else value
-                for key, value in values.items()
-            }
         return converted_net, converted_optimizer
 
 
@@ -314,8 +312,8 @@ class DdpModel:
 
     def gradient_not_finite(self) -> str | None:
         """Return the name of the last parameter whose gradient is not finite; None if all are finite."""
-        names = [n for n, p in self.net.named_parameters() if p in self.gradients]
-        bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
+        of_net = {name: self.gradients.get(p) for name, p in self.net.named_parameters()}
+        bad = [name for name, grad in of_net.items() if grad is not None and not grad.isfinite().all()]
         return bad[-1] if bad else None
 
     def squared_norm(self) -> float:
