@@ -106,17 +106,14 @@ def _split_parquet(path: StoragePath, size: int, min_rows: int) -> list[Segment]
     with open_parquet(path) as source:
         metadata = pq.read_metadata(source)
     count = metadata.num_row_groups
-    starts, rows = [0], [0]
+    segments, start, rows = [], 0, 0
     for group in range(count):
-        if rows[-1] >= min_rows:
-            starts.append(group)
-            rows.append(0)
-        rows[-1] += metadata.row_group(group).num_rows
-    bounds = pairwise([*starts, count])
-    return [
-        Segment(path, a, b, size * (b - a) // max(1, count), n)
-        for (a, b), n in zip(bounds, rows, strict=True)
-    ]
+        rows += metadata.row_group(group).num_rows
+        if rows >= min_rows or group == count - 1:
+            stop = group + 1
+            segments.append(Segment(path, start, stop, size * (stop - start) // count, rows))
+            start, rows = stop, 0
+    return segments or [Segment(path)]
 
 
 def _split_text(path: StoragePath, size: int, layout: Layout, step: int) -> list[Segment]:
