@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -72,6 +73,13 @@ class StreamUnit:
         layout = stream_layout(config)
         return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
+    def added_files(self) -> list[str]:
+        """Return the files that the unit has got since it was found; none if its files are not known."""
+        with suppress(DataError):  # the unit may be removed after it was read
+            now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])} if self.files else set()
+            return sorted(now - {file.path for file in self.files})
+        return []
+
     def segments(self, layout: Layout) -> list[Segment]:
         """Return the segments (byte ranges, or row groups of Parquet) of all files, in order."""
         paths = [parse_path(file.path) for file in self.files]
@@ -89,7 +97,7 @@ class FileSource:
     In its methods, ``last`` is the last unit that has ended, or None.
 
     Args:
-        warn: receives a line for each file or folder that appears too late to be read.
+        warn: receives a line for each unit that appears too late to be read, or gets a file too late.
     """
 
     poll_seconds = 2.0  # time between two searches
@@ -125,6 +133,9 @@ class FileSource:
                 marker = data.stream_call["marker"]
                 if found.is_folder and marker and not storage.exists(path / marker):
                     return None
+                if last is not None and (added := last.added_files()):
+                    which = f"{len(added)} file(s), such as {added[0]}, are not read"
+                    self._warn(f"{last.name}: {which}, since they were added after the unit had begun")
                 files = storage.map_concurrently(InputFile.of, list_files([name], PATH_KEYS[TRAIN]))
                 number = 0 if last is None else last.number + 1
                 return StreamUnit(index, name, tuple(files), number, side_files=find_side_files(data))

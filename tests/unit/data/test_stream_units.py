@@ -203,7 +203,10 @@ def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
     found = [first, second, *(each.find(second) for each in (files, files, FileSource(config, pytest.fail)))]
     names = [str(tmp_path / f"log/day={day:02}") for day in (1, 2, 10, 10, 10)]
     assert [unit and unit.name for unit in found] == names
-    assert [warning.partition(":")[0] for warning in warnings] == [str(tmp_path / "log/day=00")]
+    write(tmp_path / "log/day=02/late.parquet", table(0, 50))
+    assert files.find(second) == found[-1]
+    assert [warning.partition(":")[0] for warning in warnings] == [str(tmp_path / "log/day=00"), names[1]]
+    assert names[1] + "/late.parquet" in warnings[1]
     assert files.find(found[-1]) is None  # no unit after ``until``
 
 
