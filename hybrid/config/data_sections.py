@@ -219,6 +219,9 @@ class DataSection:
     )
     synthetic_rows: int = fixed(600_000, "Number of training rows of the synthetic click log.", minimum=1)
 
+    stream_call = STREAM_CALLS.property_of("data.stream")
+    vocabulary_call = VOCABULARY_CALLS.property_of("data.vocabulary")
+
     @property
     def synthetic_splits(self) -> dict[str, int]:
         """The number of rows of each split of the synthetic click log."""
@@ -263,10 +266,6 @@ class DataSection:
         return tuple(JOIN_CALLS.parse(JOINS, each) for each in self.joins)
 
     @property
-    def stream_call(self) -> Call:
-        return STREAM_CALLS.parse("data.stream", self.stream)
-
-    @property
     def is_stream(self) -> bool:
         return self.stream_call.name != "none"
 
@@ -288,10 +287,6 @@ class DataSection:
     def shuffle_lanes(self) -> int:
         """The number of lanes if ``shuffle`` is ``lanes``, else 0."""
         return int(SHUFFLE_CALLS.parse("data.shuffle", self.shuffle).arguments.get("lanes", 0))
-
-    @property
-    def vocabulary_call(self) -> Call:
-        return VOCABULARY_CALLS.parse("data.vocabulary", self.vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -297,6 +297,11 @@ class CallSignatures:
                 raise ConfigError(dotted, f"{key.name} must not be empty", text)
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
+    def property_of(self, dotted: str) -> Call:
+        """Return a property of a section, which parses the value of the section's key ``dotted``."""
+        name = dotted.rpartition(".")[2]
+        return property(lambda section: self.parse(dotted, getattr(section, name)))  # type: ignore[return-value]
+
     def normalize(self, text: str) -> str:
         """Return the canonical spelling of ``text``, without default arguments; ConfigError if invalid."""
         call = self.parse("", text)

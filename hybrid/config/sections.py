@@ -13,7 +13,6 @@ from hybrid.config.key import (
     BUILT_IN,
     MAX_LAYERS,
     USER_FUNCTION,
-    Call,
     CallSignatures,
     Key,
     argument,
@@ -247,9 +246,7 @@ class DenseSection:
         choices=("none", "bfloat16"),
     )
 
-    @property
-    def net_call(self) -> Call:
-        return NET_CALLS.parse("dense.net", self.net)
+    net_call = NET_CALLS.property_of("dense.net")
 
     @property
     def optimizer_call(self) -> tuple[str, tuple[str, ...]]:
@@ -371,9 +368,7 @@ class CheckpointSection:
         signatures=DELTA_CALLS,
     )
 
-    @property
-    def delta_call(self) -> Call:
-        return DELTA_CALLS.parse("checkpoint.deltas", self.deltas)
+    delta_call = DELTA_CALLS.property_of("checkpoint.deltas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,9 +384,7 @@ class ScheduleSection:
         signatures=SCHEDULE_CALLS,
     )
 
-    @property
-    def call(self) -> Call:
-        return SCHEDULE_CALLS.parse("schedule.kind", self.kind)
+    call = SCHEDULE_CALLS.property_of("schedule.kind")
 
     @property
     def steps(self) -> int:

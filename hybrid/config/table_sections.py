@@ -108,20 +108,15 @@ class TableSection:
         signatures=INITIALIZERS,
     )
 
-    @property
-    def initial_call(self) -> Call:
-        """The parsed `initial`: "random", "positions" (a file of rows), a path or URL, or "" by default."""
-        return INITIAL_CALLS.parse("initial", self.initial)
+    initializer = INITIALIZERS.property_of("init")
+    # Its name is "random", "positions" (a file of rows), a path or URL, or "" by default.
+    initial_call = INITIAL_CALLS.property_of("initial")
 
     @property
     def initial_path(self) -> str:
         """The path or URL in `initial`; empty if it has none."""
         call = self.initial_call
         return "" if call.name == "random" else str(call.arguments.get("file", call.name))
-
-    @property
-    def initializer(self) -> Call:
-        return INITIALIZERS.parse("init", self.init)
 
 
 def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:

@@ -116,20 +116,23 @@ class TaskSection:
         prepares=False,
     )
 
+    type_call = TYPE_CALLS.property_of("type")
+    ranking_call = RANKING_CALLS.property_of("ranking_loss")  # its name is empty without a ranking loss
+
     @property
     def kind(self) -> str:
         """``binary``, ``regression``, ``classes`` or ``retrieval``."""
-        return TYPE_CALLS.parse("type", self.type).name
+        return self.type_call.name
 
     @property
     def classes(self) -> int:
         """The number of classes; 0 for other kinds."""
-        return int(TYPE_CALLS.parse("type", self.type).arguments.get("count", 0))
+        return int(self.type_call.arguments.get("count", 0))
 
     @property
     def item(self) -> str:
         """The item column of a retrieval task; KeyError for other kinds."""
-        return str(TYPE_CALLS.parse("type", self.type)["item"])
+        return str(self.type_call["item"])
 
     @property
     def is_item_label(self) -> bool:
@@ -139,11 +142,6 @@ class TaskSection:
     @property
     def loss_call(self) -> Call:
         return LOSS_CALLS.parse("loss", self.loss or LOSSES[self.kind][0])
-
-    @property
-    def ranking_call(self) -> Call:
-        """Name and arguments of the ranking loss; without one, the name is empty."""
-        return RANKING_CALLS.parse("ranking_loss", self.ranking_loss)
 
     @property
     def ranking_fraction(self) -> float:
@@ -163,7 +161,7 @@ class TaskSection:
     def num_outputs(self) -> int:
         """The number of outputs of the dense net; for retrieval, user vector and item vector together."""
         if self.kind == "retrieval":
-            return 2 * int(TYPE_CALLS.parse("type", self.type)["dim"])
+            return 2 * int(self.type_call["dim"])
         return self.classes if self.kind == "classes" else 1
 
 
