@@ -92,7 +92,8 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with lead(config, secret, bound, code_of) as cluster:
             here, members = filesystem_id(), cluster.members.items()
-            folders = SharedFolders([role for role, member in members if member.files != here])
+            remote_roles = [role for role, member in members if member.files != here]
+            folders = SharedFolders(remote_roles, config.saving_trainers)
 
             def prepare_data() -> StoragePath:
                 data = ensure_prepared(config, view.status)

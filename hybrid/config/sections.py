@@ -466,6 +466,12 @@ class RunConfig:
         return any(task.ranking_loss for task in self.tasks.values())
 
     @property
+    def saving_trainers(self) -> range:
+        """The trainers that write a dense net into checkpoints: one of those that share or split a net."""
+        num_writers = 1 if self.dense.ddp == "outside" else self.cluster.trainers
+        return range(0, num_writers, self.dense.trainers_per_net)
+
+    @property
     def best_by(self) -> str:
         """The metric that selects the best checkpoint, or "none"."""
         by = self.checkpoint.keep_best

@@ -112,8 +112,9 @@ class Cluster:
     def stream(self) -> StreamData:
         """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
-        All trainers call it together, before :meth:`resume`. The call waits for the first rows, and fits the
-        encoding of columns on a sample. Batches have ``train.batch_size`` samples, or fewer if a file ends.
+        All trainers call it together, before :meth:`resume`. The call waits for rows, even if the script will
+        resume after them, and fits the encoding of columns on a sample: keep the last file that was read.
+        Batches have ``train.batch_size`` samples, or fewer if a file ends.
 
         Raises:
             ConfigError: the configuration has no stream, a column is missing, or two columns have one name.

@@ -18,7 +18,7 @@ from workers.controller.shared_folders import SharedFolders, check_folder
 
 HERE = socket.gethostname()
 # By loopback, all roles are this process.
-REMOTE = SharedFolders([MASTER])
+REMOTE = SharedFolders([MASTER], range(1))
 
 
 def check(file: StoragePath, writes: bool, content: str = "token") -> None:
@@ -98,24 +98,26 @@ def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
         (prepared / FILE_NAME).unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("num_saving", [1, 2])
 def test_trainers_check_data_and_all_roles_check_the_run(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_saving: int, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other roles have other working directories, so their paths are absolute."""
     create = Mock()
     monkeypatch.setattr(transport, "create", create)
     monkeypatch.chdir(tmp_path)
     trainer, worker = Role(RoleKind.TRAINER, 1), Role(RoleKind.WORKER, 0)
-    folders = SharedFolders([trainer, worker])
+    folders = SharedFolders([trainer, worker], range(num_saving))
     folders.check_data(Path("prepared"))
     folders.check_run(Path("prepared"))
     requests = [(call.args[0], call.args[3]) for call in create.call_args_list]
     assert [role for role, _ in requests] == [trainer, trainer, worker]
     assert [path.parent for _, path in requests] == [prepared] * 3
+    assert [call.args[5] for call in create.call_args_list] == [False, num_saving == 2, True]
     assert [path.name for path in prepared.iterdir()] == [FILE_NAME]
 
 
 def test_nothing_is_checked_or_written_on_one_host(tmp_path: Path) -> None:
-    SharedFolders([]).check_data(tmp_path / "nowhere")
-    SharedFolders([]).check_run(tmp_path / "nowhere")
+    SharedFolders([], range(1)).check_data(tmp_path / "nowhere")
+    SharedFolders([], range(1)).check_run(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []

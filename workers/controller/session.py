@@ -279,10 +279,7 @@ class Session:
     ) -> Callable[[StoragePath], Sequence[transport.Pending[Files]]]:
         """Make every role prepare its files; return a function that makes the roles write the files."""
         self._flush()
-        bulk = BULK_TIMEOUT_SECONDS
-        # If one net is split over several trainers, one of them saves it.
-        dense, num_trainers = self.config.dense, len(self.trainers)
-        saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
+        bulk, saving = BULK_TIMEOUT_SECONDS, self.config.saving_trainers
         hold = HostedModule.begin_save
         calls = [each.call(hold, is_copied, is_delta, timeout_seconds=bulk) for each in self.hosted]
         for index, trainer in enumerate(self.trainers):

@@ -14,7 +14,7 @@ Nothing is checked if all roles see the files of the master's host.
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -73,6 +73,7 @@ class SharedFolders:
     """Checks of the folders that all roles share."""
 
     remote_roles: Sequence[Role]  # roles on other hosts, or with other mounts, than the master
+    saving_trainers: Container[int]  # the trainers that write into checkpoints
 
     def check_data(self, folder: StoragePath) -> None:
         """Check that all trainers see the prepared data in a local folder; RemoteError if one does not."""
@@ -82,7 +83,7 @@ class SharedFolders:
             _check(_DATA_KEY, manifest, files.read_bytes(manifest), dict.fromkeys(trainers, False))
 
     def check_run(self, run: StoragePath) -> None:
-        """Check that all roles see the run folder, and that workers and trainer 0 can write there.
+        """Check that all roles see the run folder, and that workers and saving trainers can write there.
 
         RemoteError if a role fails the check; CheckpointError or StorageError if the master cannot write.
         """
@@ -90,8 +91,8 @@ class SharedFolders:
             return
         content = secrets.token_hex(_TOKEN_BYTES)
         file = run.absolute() / f"{_PREFIX}{content}"
-        # Workers and at least the first trainer write a part of each checkpoint.
-        writes = {role: role.kind is RoleKind.WORKER or role.index == 0 for role in self.remote_roles}
+        saving = self.saving_trainers
+        writes = {role: role.kind is RoleKind.WORKER or role.index in saving for role in self.remote_roles}
         with write_errors(file):
             files.write_bytes(file, content.encode())
         try:
