@@ -5,26 +5,19 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, step_folder
-from hybrid.checkpoint.deltas import (
-    ChangedRows,
-    Changes,
-    DeltaChain,
-    ModelVersion,
-    identity_of,
-    open_delta,
-    read_changes,
-)
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import Changes, DeltaChain, identity_of, open_delta, read_changes
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.errors import CheckpointError, StorageError
-from hybrid.inference.table_modules import GrowingTable
+from hybrid.inference.table_modules import GrowingTable, MappedTable
 from hybrid.inference.trained_module import ConfiguredModule
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -64,77 +57,61 @@ def follow_changes(
     Args:
         in_memory: whether tables are in memory and get the changes; otherwise they stay as in the checkpoint.
     """
-    follower: _Follower | None = None
+    model: ConfiguredModule | None = None
+    identity = ""  # of the version that the module has
     while True:
         chain = DeltaChain.read(root)
-        if chain is None or (follower is not None and follower.identity == chain.last.identity):
+        if chain is None or (model is not None and identity == chain.last.identity):
             if chain is not None and chain.has_ended:
                 return
             time.sleep(_POLL_SECONDS)
             continue
         try:
-            if follower is None or chain.after(follower.identity) is None:
-                follower = _Follower(root, chain, trust_code, in_memory)
-            for version in chain.after(follower.identity) or ():
-                follower.apply(version)
+            if model is None or chain.after(identity) is None:
+                folder = step_folder(root, chain.base.step)
+                trained = TrainedRun.read(folder, warnings.warn, trust_code)
+                if identity_of(trained.stored.manifest) != chain.base_checkpoint:
+                    raise CheckpointError(f"{folder}: is not the checkpoint that the deltas start from")
+                model = ConfiguredModule(trained, in_memory=in_memory)
+                model.taken_at, identity = chain.base.taken_at, chain.base.identity
+                changes: Changes = {name: [] for name in model.table_names}
+            for version in chain.after(identity) or ():
+                _apply(open_delta(root, version), model, changes)
+                model.step, model.taken_at, identity = version.step, version.taken_at, version.identity
         except (CheckpointError, StorageError):
             if DeltaChain.read(root) == chain:
                 raise
             continue  # the chain has changed, so the run may have removed these files
-        model = follower.model
         _LOG.info("step %d: read %.3f s after its end", model.step, time.time() - model.taken_at)
-        yield model, follower.changes
-        follower.changes = {name: [] for name in model.table_names}
-
-
-class _Follower:
-    """The module that :func:`follow_changes` yields, and its current version."""
-
-    def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool, in_memory: bool) -> None:
-        self._run, self._in_memory = run, in_memory
-        folder = step_folder(run, chain.base.step)
-        trained = TrainedRun.read(folder, warnings.warn, trust_code)
-        if identity_of(trained.stored.manifest) != chain.base_checkpoint:
-            raise CheckpointError(f"{folder}: is not the checkpoint that the deltas start from")
-        self.model = ConfiguredModule(trained, in_memory=in_memory)
-        self.changes: Changes = {name: [] for name in self.model.table_names}
-        self._reach(chain.base)
-
-    def _reach(self, version: ModelVersion) -> None:
-        self.identity = version.identity
-        self.model.step, self.model.taken_at = version.step, version.taken_at
-
-    def apply(self, version: ModelVersion) -> None:
-        """Apply the delta ``version`` and add its rows to ``changes``; CheckpointError if it is damaged."""
-        delta = open_delta(self._run, version)
-        model, tables = self.model, self.model.trained.blueprint.tables
-        changes = {
-            table.name: read_changes(delta, table.name, None if table.growth else table.num_rows, table.dim)
-            for table in tables
-        }
-        nets = (DENSE_FILE, model.net), (REMOTE_FILE, model.remote_net)
-        states = [(net, unpack_dense(delta.tensors(name))[0]) for name, net in nets if net is not None]
-        for net, state in states:
-            load_state(net, state, delta.folder)
-        for name, module in zip(model.table_names, model.tables, strict=True):
-            self.changes[name] += changes[name]
-            if self._in_memory:
-                _change(module, changes[name])
-        if FILE_NAME in delta.manifest.files:
-            encoder = FeatureEncoder.load(delta.files_folder, with_values=False)
-            model.trained = replace(
-                model.trained, encoder=replace(model.trained.encoder, dense=encoder.dense)
-            )
-        self._reach(version)
+        yield model, changes
+        changes = {name: [] for name in model.table_names}
 
 
 @torch.no_grad()
-def _change(table: torch.nn.Module, changes: Sequence[ChangedRows]) -> None:
-    rows_U, weight_UD, evicted_E = (
-        torch.from_numpy(np.concatenate(each)) for each in zip(*changes, strict=True)
-    )
-    if isinstance(table, GrowingTable):
-        table.update(rows_U, weight_UD, evicted_E)
-    else:
-        assert isinstance(table, torch.nn.Embedding)
-        table.weight[rows_U] = weight_UD.to(table.weight.dtype)
+def _apply(delta: Checkpoint, model: ConfiguredModule, changes: Changes) -> None:
+    """Apply a delta to the nets, the encoder and the tables in memory, and add its rows to ``changes``.
+
+    CheckpointError if the delta is damaged; the nets may then have its parameters, but the tables do not.
+    """
+    of_tables = [
+        read_changes(delta, table.name, None if table.growth else table.num_rows, table.dim)
+        for table in model.table_specs
+    ]
+    nets = (DENSE_FILE, model.net), (REMOTE_FILE, model.remote_net)
+    states = [(net, unpack_dense(delta.tensors(name))[0]) for name, net in nets if net is not None]
+    for net, state in states:
+        load_state(net, state, delta.folder)
+    for name, table, of_table in zip(model.table_names, model.tables, of_tables, strict=True):
+        changes[name] += of_table
+        if isinstance(table, MappedTable):
+            continue
+        rows_U, weight_UD, evicted_E = (
+            torch.from_numpy(np.concatenate(each)) for each in zip(*of_table, strict=True)
+        )
+        if isinstance(table, GrowingTable):
+            table.update(rows_U, weight_UD, evicted_E)
+        elif isinstance(table, torch.nn.Embedding):
+            table.weight[rows_U] = weight_UD.to(table.weight.dtype)
+    if FILE_NAME in delta.manifest.files:
+        dense = FeatureEncoder.load(delta.files_folder, with_values=False).dense
+        model.trained = replace(model.trained, encoder=replace(model.trained.encoder, dense=dense))

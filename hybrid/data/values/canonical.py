@@ -53,11 +53,8 @@ _TIME = re.compile(
 )
 _WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
 _WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
-# Matches every text that a rule changes, and few others. Most columns have no match.
-_SUSPECT = (
-    r"^-?[0-9]+\.0+$|^-?[1-9](\.[0-9]+([eE]\+|E)|[eE]\+)[0-9]{1,3}$|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
-    r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
-)
+# Matches every text that a rule changes. Most columns have no match.
+_SUSPECT = f"^({'|'.join([_POINT.pattern, _EXPONENT.pattern, _TIME.pattern, *_WORDS])})$"
 _SUSPECT_BYTES = b".+-tTlF"  # every suspect text has one of these bytes; few columns have these bytes
 _MAX_EXACT = 2**53
 _KEY_INTEGER = "^(0|-?[1-9][0-9]{0,18}|1[0-9]{19})$"
@@ -79,17 +76,15 @@ def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     content = _content(texts).tobytes()
     if not any(byte in content for byte in _SUSPECT_BYTES):
         return texts, inexact_D
-    suspects = np.flatnonzero(pc.fill_null(pc.match_substring_regex(texts, _SUSPECT), False))
+    is_suspect = pc.fill_null(pc.match_substring_regex(texts, _SUSPECT), False)
+    suspects = np.flatnonzero(is_suspect)
     if not len(suspects):
         return texts, inexact_D
-    folded = [canonical_text(text) for text in texts.take(pa.array(suspects)).to_pylist()]
+    folded = [canonical_text(text) for text in texts.take(suspects).to_pylist()]
     if not pa.types.is_decimal(kind):
         inexact_D[suspects] |= [is_inexact for _, is_inexact in folded]
-    mask = np.zeros(len(texts), np.bool_)
-    mask[suspects] = True
-    return pc.replace_with_mask(
-        texts, pa.array(mask), pa.array([t for t, _ in folded], texts.type)
-    ), inexact_D
+    replaced = pa.array([text for text, _ in folded], texts.type)
+    return pc.replace_with_mask(texts, is_suspect, replaced), inexact_D
 
 
 def trim_blanks(texts: pa.Array) -> pa.Array:

@@ -83,9 +83,9 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
     """
     if separator and not is_list(column):
         column = split_texts(decode_texts(column).cast(pa.string()), separator)
-    if not is_list(column):
-        return parse_flat_values(column, missing)
-    return group_values(parse_flat_values(pc.list_flatten(column), missing), list_lengths(column))
+    if is_list(column):
+        return group_values(parse_flat_values(pc.list_flatten(column), missing), list_lengths(column))
+    return parse_flat_values(column, missing)
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
