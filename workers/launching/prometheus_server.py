@@ -9,15 +9,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
-from wsgiref.types import StartResponse, WSGIEnvironment
 
 import psutil
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -84,14 +83,22 @@ def _family(name: str, text: str, labels: list[str], values: Mapping[Any, float]
     return family
 
 
-class _MetricsHandler(WSGIRequestHandler):
+class _Handler(MetricsHandler):
     timeout = _REQUEST_SECONDS
 
-    def log_message(self, *_: object) -> None:
-        """Log nothing, because the base class would print a line for each request."""
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/healthz":
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.end_headers()
+        self.wfile.write(b"ok\n")
+
+    do_HEAD = do_GET
 
 
-class _MetricsServer(WSGIServer):
+class _MetricsServer(HTTPServer):
     def handle_error(self, *_: object) -> None:
         _LOG.info("a request for metrics has failed", exc_info=True)
 
@@ -106,20 +113,9 @@ def serving(listener: socket.socket, folder: Path) -> Iterator[None]:
     registry = CollectorRegistry()
     registry.register(_RunCollector(folder))
     ProcessCollector(registry=registry)
-    metrics = make_wsgi_app(registry)
-
-    def answer(environment: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if environment["PATH_INFO"] == "/healthz":
-            start("200 OK", [("Content-Type", "text/plain")])
-            return [b"ok\n"]
-        return metrics(environment, start)  # type: ignore[no-any-return]
-
-    with _MetricsServer(("", 0), _MetricsHandler, bind_and_activate=False) as server:
+    with _MetricsServer(("", 0), _Handler.factory(registry), bind_and_activate=False) as server:
         server.socket.close()
         server.socket = listener
-        server.server_name, server.server_port = listener.getsockname()[:2]
-        server.setup_environ()
-        server.set_app(answer)
         threading.Thread(target=server.serve, name="prometheus", daemon=True).start()
         try:
             yield
