@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import (
-    BEST,
-    DELTAS_FOLDER,
-    MANIFEST_FILE,
-    OWES_EVALUATION,
-    Best,
-    Manifest,
-)
+from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
 from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, delta_folder, identity_of
 from hybrid.config import CheckpointSection, TaskSection
 from hybrid.errors import CheckpointError, StorageError
@@ -166,8 +159,7 @@ class _PendingCheckpoint(NamedTuple):
     kind: str  # "checkpoint" or "delta"
     step: int
     best: Best | None  # the best evaluation, once this checkpoint is complete
-    seconds_stopped: float  # how long training was stopped for it
-    written: Future[dict[str, float]]  # the time of writing and the bytes, for the log
+    written: Future[dict[str, float]]  # numbers for the log
 
 
 @dataclass(eq=False)
@@ -264,8 +256,8 @@ class Checkpoints:
             self._save(now, best, time.perf_counter(), in_background=False)
             self._end()
             if self._has_deltas and not is_stopped:
-                folder = checkpoint_folders.step_folder(self.run.checkpoint_root, now.step)
-                chain = self._chain or self._rebased(Manifest.read(folder / MANIFEST_FILE), time.time())
+                path = checkpoint_folders.step_folder(self.run.checkpoint_root, now.step) / MANIFEST_FILE
+                chain = self._chain or self._rebased(Manifest.read(path), time.time())
                 dataclasses.replace(chain, has_ended=True).write(self.run.checkpoint_root)
         except _WRITE_ERRORS as error:
             raise CheckpointError(f"{error}; the last state of the run is not saved") from error
@@ -315,7 +307,7 @@ class Checkpoints:
             folder = delta_folder(self.run.checkpoint_root, now.step)
             epoch = now.step // self.session.steps_per_epoch
             saving = self.session.begin_delta(folder, now.step, epoch, chain.last.identity)
-            self._start(saving, self.best, start)
+            self._start("delta", saving, self.best, start)
 
     def _save(self, now: RunProgress, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role prepare its files, and begin to write. Training has paused since ``start``."""
@@ -327,38 +319,38 @@ class Checkpoints:
         progress, reports = now.pack()
         state = folder, now.step, now.step // self.session.steps_per_epoch, now.metrics
         saving = self.session.begin_save(*state, {**progress, BEST: best}, reports, in_background)
-        pending = self._start(saving, best, start)
-        if not saving.is_copied:
-            self._await(pending)
-            self._pending = pending._replace(seconds_stopped=time.perf_counter() - start)
-            if in_background and not self._has_warned_of_wait:
-                self._has_warned_of_wait = True
-                self.warn("no memory for copies of the tables: training waits while checkpoints are written")
+        self._start("checkpoint", saving, best, start)
+        if in_background and not (saving.is_copied or self._has_warned_of_wait):
+            self._has_warned_of_wait = True
+            self.warn("no memory for copies of the tables: training waits while checkpoints are written")
 
-    def _start(self, saving: HeldCheckpoint, best: Best | None, start: float) -> _PendingCheckpoint:
-        kind = "delta" if saving.folder.parent.name == DELTAS_FOLDER else "checkpoint"
+    def _start(self, kind: str, saving: HeldCheckpoint, best: Best | None, start: float) -> None:
+        """Begin to write what the roles hold; if it is no copy, wait for the end."""
         self._delta_begun_at, self._delta_step = time.monotonic(), saving.manifest.step
-        seconds = time.perf_counter() - start
-        pending = _PendingCheckpoint(kind, saving.manifest.step, best, seconds, Future())
-        arguments = saving, pending, time.time() - seconds
+        self._pending = pending = _PendingCheckpoint(kind, saving.manifest.step, best, Future())
+        arguments = saving, pending, start
         # A daemon thread does not keep a failed process alive.
         threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
-        self._pending = pending
-        return pending
+        if not saving.is_copied:
+            self._await(pending)
 
-    def _write(self, saving: HeldCheckpoint, pending: _PendingCheckpoint, taken_at: float) -> None:
-        start, is_delta = time.perf_counter(), pending.kind == "delta"
+    def _write(self, saving: HeldCheckpoint, pending: _PendingCheckpoint, start: float) -> None:
+        begun, is_delta = time.perf_counter(), pending.kind == "delta"
         try:
             if not is_delta:
                 self.run.sync()
             manifest = saving.write()
-            seconds = time.perf_counter() - start
+            ended = time.perf_counter()
             if self._has_deltas:
-                self._publish(manifest, is_delta, taken_at)
+                self._publish(manifest, is_delta, time.time() - (ended - start))
             if not is_delta:
                 self._prune(pending.best)
-            num_bytes = sum(size for size, _ in manifest.files.values())
-            pending.written.set_result({"seconds_writing": seconds, "bytes": num_bytes})
+            numbers = {
+                "seconds_stopped": (begun if saving.is_copied else time.perf_counter()) - start,
+                "seconds_writing": ended - begun,
+                "bytes": sum(size for size, _ in manifest.files.values()),
+            }
+            pending.written.set_result(numbers)
         except BaseException as error:  # finish and write_last raise it
             pending.written.set_exception(error)
 
@@ -406,8 +398,7 @@ class Checkpoints:
             return
         self._pending = None
         self._await(pending)
-        numbers = {"seconds_stopped": pending.seconds_stopped, **pending.written.result()}
-        self.run.log(pending.kind, pending.step, numbers)
+        self.run.log(pending.kind, pending.step, pending.written.result())
         self.best = pending.best
 
     def _await(self, pending: _PendingCheckpoint) -> None:
