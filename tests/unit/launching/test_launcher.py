@@ -1,5 +1,6 @@
 """Which failures are followed by another start; messages; and when a launch uses a network namespace."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from hybrid.config import ClusterSection, DataSection, RunConfig, TableSection
 from hybrid.errors import ClusterError, OutageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import parse_path
+from workers.cluster_task import TrainTask
 from workers.exit_codes import Cause, ExitCode, ReportedError
-from workers.launching.launcher import Restarts, namespace_hint, uses_namespace
-from workers.launching.role_processes import RoleFailure
+from workers.launching.fork_server import ForkServer
+from workers.launching.launcher import Restarts, launch, namespace_hint, uses_namespace
+from workers.launching.role_processes import RoleFailure, RoleProcesses
 from workers.run_folder.run_access import RESTARTS_FILE, command_name, describe_saved_state
 
 KILLED = RoleFailure("worker 0 was killed", Cause.KILLED)
@@ -177,6 +180,29 @@ def test_namespace_is_used_if_all_connections_stay_on_loopback(keys: dict[str, A
 def test_other_hosts_and_stores_need_the_network_of_the_machine(section: dict[str, Any]) -> None:
     assert not uses_namespace(RunConfig(**section), HERE)
     assert not uses_namespace(RunConfig(), parse_path("s3://bucket/runs/copy"))
+
+
+def test_a_server_that_was_refused_a_namespace_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The refusal may have taken its user id."""
+    servers: list[ForkServer] = []
+
+    def refuse(server: ForkServer) -> None:
+        servers.append(server)
+        raise PermissionError(errno.EPERM, "refused")
+
+    def start(roles: RoleProcesses, *_: object) -> None:
+        servers.append(roles.server)
+        assert [each.is_running() for each in servers] == [False, True]
+        raise ClusterError("no process starts")
+
+    monkeypatch.setattr(ForkServer, "isolate", refuse)
+    monkeypatch.setattr(ForkServer, "preload", lambda _: None)
+    monkeypatch.setattr(RoleProcesses, "start", start)
+    config = RunConfig(cluster=ClusterSection(max_restarts=0))
+    with pytest.raises(ReportedError, match="no process starts"):
+        launch(config, tmp_path, TrainTask(tmp_path, False, 0.0), lock=2)
 
 
 @pytest.mark.parametrize(
