@@ -143,7 +143,7 @@ class SharedSlots:
                     raise ConnectionResetError
         except OSError as error:
             is_late = isinstance(error, TimeoutError)
-            reason = "did not respond within cluster.timeout_seconds" if is_late else "ended during a step"
+            reason = "took no step within cluster.timeout_seconds" if is_late else "ended during a step"
             raise ClusterError(f"{self._members[rank]}, on this host, {reason}") from error
         first_N, second_N, *others = map(slot, range(len(self._members)))
         torch.add(first_N, second_N, out=values_N)

@@ -57,6 +57,8 @@ for batch in cluster.batches(data, size=2 if "resumes" in kind else 4):
     if "stops" in kind and cluster.rank == 0 and not step.exists():
         step.touch()
         time.sleep(60)
+    if kind == "leaves" and cluster.step == cluster.rank == 1:
+        break
     if "raises" in kind and cluster.step == 1 and cluster.rank == 1:
         batch["missing"]
     loss = (model(batch["id"]) - batch["label"]) ** 2
@@ -67,7 +69,7 @@ for batch in cluster.batches(data, size=2 if "resumes" in kind else 4):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
 with torch.inference_mode():
-    for batch in cluster.batches(data):
+    for batch in cluster.batches(data) if kind != "leaves" else ():
         assert len(model(batch["id"] + 0)) == len(batch["label"])
 if "resumes" in kind:
     cluster.print([values.tolist() for values in model.parameters()])
@@ -107,10 +109,18 @@ def test_calls_with_another_effect_on_a_cluster_cause_a_warning(ended_run: tuple
     assert ended_run[1].count("--config other.toml") == 1
 
 
-def test_failure_of_a_script_is_one_line(script: Path, tmp_path: Path) -> None:
-    ended = run(["run", script.name, "--trainers", "2", "--workers", "1", "--", "resumes, raises"], tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("resumes, raises", "train.py:43, in <module>: KeyError: 'missing'"),
+        ("leaves", "; trainer 1 was already at its end"),
+    ],
+)
+def test_failure_of_a_script_is_one_line(kind: str, message: str, script: Path, tmp_path: Path) -> None:
+    sizes = ["--trainers", "2", "--workers", "1", *settings(cluster={"timeout_seconds": 5.0})]
+    ended = run(["run", script.name, *sizes, "--", kind], tmp_path)
     assert ended.code == 1
-    assert "train.py:41, in <module>: KeyError: 'missing'" in ended.stderr
+    assert message in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

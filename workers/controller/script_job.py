@@ -53,6 +53,7 @@ from workers.exit_codes import ExitCode
 from workers.run_folder.run_access import RESULT_FILE, record_script_checkpoints, run_write_errors
 
 _POLL_SECONDS = 1.0
+_DOING = "in your script"
 
 
 class ScriptRequest(NamedTuple):
@@ -68,7 +69,7 @@ class ScriptJob:
     """A job that runs a script, at the same path on the hosts of all trainers, and handles its requests."""
 
     def __init__(self, config: RunConfig, task: ScriptTask) -> None:
-        self.doing = "in your script"
+        self.doing = _DOING
         self._config = config
         self._task = task
         self._tables: list[list[transport.RemoteTables]] = []  # of each module
@@ -86,8 +87,7 @@ class ScriptJob:
         ]
         scripts = transport.gather(created)
         transport.gather([script.call(Script.start) for script in scripts])
-        timeout_seconds = _POLL_SECONDS + self._config.cluster.timeout_seconds
-        while (request := _next_request(scripts, timeout_seconds)).action != "end":
+        while (request := self._next_request(scripts)).action != "end":
             response: Any = None
             match request.action, request.arguments:
                 case "deploy", tables:
@@ -114,6 +114,35 @@ class ScriptJob:
         transport.gather([each.call(HostedModule.close) for tables in self._tables for each in tables])
         return ExitCode.DONE
 
+    def _next_request(self, scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
+        """Wait for the next request of all scripts; HybridError if two scripts make different requests."""
+        timeout_seconds = _POLL_SECONDS + self._config.cluster.timeout_seconds
+        requests: dict[int, ScriptRequest] = {}
+        while len(requests) < len(scripts):
+            calls = {
+                i: s.call(Script.next_request, _POLL_SECONDS, timeout_seconds=timeout_seconds)
+                for i, s in enumerate(scripts)
+                if i not in requests
+            }
+            received = transport.gather(list(calls.values()))
+            requests |= {i: each for i, each in zip(calls, received, strict=True) if each is not None}
+            for trainer, request in requests.items():
+                self.doing = f"{_DOING}; trainer {trainer} was already at its {request.action}"
+                first_trainer, first = next(iter(requests.items()))
+                if repr(request) == repr(first):  # NaN equals NaN
+                    continue
+                rule = f"make different requests: {first.action}, and {request.action}"
+                if request.action == first.action == "deploy":
+                    rule = "distribute different tables: every trainer must build the same module"
+                elif request.action == first.action and request.arguments[0] != first.arguments[0]:
+                    folders = f"{first.arguments[0]}, and {request.arguments[0]}"
+                    rule = f"{request.action} different folders: {folders}"
+                elif request.action == first.action == "save":
+                    rule = "save different states: optimizers, schedulers and other objects must be alike"
+                raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {rule}")
+        self.doing = _DOING
+        return requests[0]
+
     def _save(
         self,
         first: transport.Remote[Script],
@@ -136,33 +165,6 @@ class ScriptJob:
         except (CheckpointError, StorageError) as error:
             return error_kind(error), str(error)
         return None
-
-
-def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: float) -> ScriptRequest:
-    """Wait for the next request of all scripts; HybridError if two scripts make different requests."""
-    requests: dict[int, ScriptRequest] = {}
-    while len(requests) < len(scripts):
-        calls = {
-            i: s.call(Script.next_request, _POLL_SECONDS, timeout_seconds=timeout_seconds)
-            for i, s in enumerate(scripts)
-            if i not in requests
-        }
-        received = transport.gather(list(calls.values()))
-        requests |= {i: request for i, request in zip(calls, received, strict=True) if request is not None}
-        for trainer, request in requests.items():
-            first_trainer, first = next(iter(requests.items()))
-            if repr(request) == repr(first):  # NaN equals NaN
-                continue
-            rule = f"make different requests: {first.action}, and {request.action}"
-            if request.action == first.action == "deploy":
-                rule = "distribute modules with different tables: every trainer must build the same module"
-            elif request.action == first.action and request.arguments[0] != first.arguments[0]:
-                folders = f"{first.arguments[0]}, and {request.arguments[0]}"
-                rule = f"{request.action} different folders: {folders}"
-            elif request.action == first.action == "save":
-                rule = "save different states: optimizers, schedulers and other objects must be alike"
-            raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {rule}")
-    return requests[0]
 
 
 class Script(Backend):
