@@ -16,7 +16,7 @@ from workers.cluster_task import TrainTask
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
 from workers.rendezvous.bootstrap import JoinedCluster
-from workers.rendezvous.heartbeat import Registration, own_versions
+from workers.rendezvous.heartbeat import Registration
 from workers.rendezvous.host_setup import listen
 from workers.rendezvous.interrupt import LostRoleError
 
@@ -26,7 +26,7 @@ WORKER = Role(RoleKind.WORKER, 0)
 @contextmanager
 def lead(*_: object) -> Iterator[JoinedCluster]:
     """Form no cluster; its only worker would have other mounts than the master."""
-    worker = Registration(str(WORKER), "b", 1, own_versions(), files="others", network="")
+    worker = Registration(str(WORKER), files="others", network="", host="b")
     yield JoinedCluster(MASTER, Topology(0, 1), cast(Any, None), {WORKER: worker})
 
 

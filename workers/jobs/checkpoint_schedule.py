@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
 from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, delta_folder, identity_of
-from hybrid.config import CheckpointSection, TaskSection
+from hybrid.config import CheckpointSection, TaskSection, TrainSection
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, ProgressiveMetrics, task_metrics
 from hybrid.storage.remote_path import StoragePath
@@ -106,6 +106,19 @@ class RunProgress:
         self.interval.add(reports, seconds)
         for report in reports if in_unit else ():
             self.unit.add(report.outputs, report.labels)
+
+    def has_lost_patience(
+        self, train: TrainSection, steps_per_epoch: int, best: Best | None, start: int = 0
+    ) -> bool:
+        """Return whether the run ends now, because ``train.patience`` evaluations brought no progress.
+
+        Evaluations are counted by steps, so a resumed run ends at the same step. The count begins after
+        ``best``, or after step ``start`` if ``best`` is None or NaN. Steps ``undefined`` do not count.
+        """
+        every = train.eval_every_steps or steps_per_epoch
+        best_step = start if best is None or math.isnan(best.value) else best.step
+        undefined = sum(best_step < each <= self.step for each in self.undefined)
+        return 0 < train.patience <= self.step // every - best_step // every - undefined
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the progress of a manifest, and tensors by name, for a checkpoint."""

@@ -4,13 +4,13 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config import RunConfig, TrainSection
+from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.errors import ConfigError, DataError, StorageError
@@ -31,25 +31,6 @@ from workers.run_folder.run_files import RunFolder
 # Approximate duration of a call to the trainers. A requested stop waits for the end of the call.
 CALL_SECONDS = 1.0
 _SECOND_CTRL_C = "; a second Ctrl-C stops at once"
-
-
-def is_patience_over(
-    train: TrainSection,
-    steps_per_epoch: int,
-    best: Best | None,
-    step: int,
-    start: int = 0,
-    undefined: Sequence[int] = (),
-) -> bool:
-    """Return whether a run ends after ``step``, because ``train.patience`` evaluations brought no progress.
-
-    Evaluations are counted by steps, so a resumed run ends at the same step. The count begins after ``best``,
-    or after step ``start`` if ``best`` is None or NaN. Steps ``undefined`` had a NaN metric and do not count.
-    """
-    every = train.eval_every_steps or steps_per_epoch
-    best_step = start if best is None or math.isnan(best.value) else best.step
-    count = step // every - best_step // every - sum(best_step < each <= step for each in undefined)
-    return 0 < train.patience <= count
 
 
 class Training:
@@ -146,7 +127,7 @@ class Training:
         if best is None or best.metric != self._config.best_by:
             # Evaluations of the run do not count if another metric selected the best of them.
             best, self._patience_start = None, step - self._now.owes_evaluation
-        if self._has_lost_patience(session, best, step) and (self._task.folder / RESULT_FILE).exists():
+        if self._has_lost_patience(session, best) and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(PATIENCE, rule, self._config.train.patience)
@@ -187,11 +168,11 @@ class Training:
         if self._now.owes_evaluation:
             return False
         best = self._checkpoints.expected_best
-        return self._now.step >= session.total_steps or self._has_lost_patience(session, best, self._now.step)
+        return self._now.step >= session.total_steps or self._has_lost_patience(session, best)
 
-    def _has_lost_patience(self, session: DatasetSession, best: Best | None, step: int) -> bool:
-        rules = self._config.train, session.steps_per_epoch
-        return is_patience_over(*rules, best, step, self._patience_start, self._now.undefined)
+    def _has_lost_patience(self, session: DatasetSession, best: Best | None) -> bool:
+        train, per_epoch = self._config.train, session.steps_per_epoch
+        return self._now.has_lost_patience(train, per_epoch, best, self._patience_start)
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps

@@ -17,7 +17,6 @@ role is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
 """
 
 import json
-import os
 import re
 import secrets
 import signal
@@ -47,13 +46,7 @@ from workers.controller.remote_trainer import Trainer
 from workers.controller.script_job import Script
 from workers.controller.shared_folders import filesystem_id
 from workers.exit_codes import STOP_REQUEST, WARNING, ExitCode, StopMessage, exit_code, forwarding_signals
-from workers.rendezvous.heartbeat import (
-    HeartbeatInterval,
-    HeartbeatSender,
-    Registration,
-    own_versions,
-    register,
-)
+from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, Registration, register
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files, choose_interface
 from workers.rendezvous.interrupt import Interrupter, StoppedError, describe_final_error, run_interruptibly
 from workers.rendezvous.rendezvous_server import GO, LATE, STOP, STORE, RendezvousServer
@@ -241,9 +234,8 @@ def join(
     """
     own = apply_settings(RunConfig(), settings).cluster
     channel = connect(address, secret, _FIRST_INTERVAL, own.start_timeout_seconds)
-    host, pid = socket.gethostname(), os.getpid()
-    registration = Registration(str(role), host, pid, own_versions(), filesystem_id(), network_id())
     try:
+        registration = Registration(str(role), filesystem_id(), network_id())
         config = read_toml_text(register(channel, registration))
         channel.interval = interval = HeartbeatInterval(config.cluster.heartbeat_timeout_seconds)
     except BaseException:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import socket
 import sys
 import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -75,11 +77,11 @@ class Registration:
     """A role and its host, as the role registers them."""
 
     role: str  # name of the role, such as "worker 0"
-    host: str  # name of the host; not unique
-    pid: int
-    versions: str  # see own_versions
     files: str  # see filesystem_id; equal for roles that see the same files
     network: str  # see network_id; equal for roles that reach each other by loopback
+    host: str = field(default_factory=socket.gethostname)  # not unique
+    pid: int = field(default_factory=os.getpid)
+    versions: str = field(default_factory=own_versions)
     is_local: bool = False  # whether the role is on the master's host; set by the master
 
     def __str__(self) -> str:

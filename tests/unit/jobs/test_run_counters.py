@@ -16,7 +16,6 @@ from hybrid.errors import CheckpointError
 from hybrid.primitives.step_timings import PHASES
 from workers.controller.remote_trainer import TrainerReport
 from workers.jobs.checkpoint_schedule import RunProgress
-from workers.jobs.training_job import is_patience_over
 
 SIZE = 5
 CLICKS = RunConfig().all_tasks["label"]
@@ -103,4 +102,4 @@ def test_patience_counts_evaluations_since_the_best(
 ) -> None:
     for per_epoch, every in ((10, 0), (7, 10)):
         section = TrainSection(patience=patience, eval_every_steps=every)
-        assert is_patience_over(section, per_epoch, best, step, undefined=undefined) == is_over
+        assert RunProgress(step, undefined=undefined).has_lost_patience(section, per_epoch, best) == is_over

@@ -1,6 +1,5 @@
 """A rendezvous in the process of the test, and roles and unauthenticated peers that connect to it."""
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,13 +12,7 @@ from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind
 from workers.rendezvous.bootstrap import RendezvousStore
-from workers.rendezvous.heartbeat import (
-    HeartbeatInterval,
-    HeartbeatSender,
-    Registration,
-    own_versions,
-    register,
-)
+from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, Registration, register
 from workers.rendezvous.host_setup import listen
 from workers.rendezvous.rendezvous_server import RendezvousServer
 from workers.rendezvous.secure_channel import GREETING, KEY_BYTES, Channel
@@ -32,7 +25,7 @@ CONFIG = load_config(None, ["cluster.trainers=2", "cluster.workers=2"])
 
 def registration(role: Role = WORKER, host: str = "here") -> Registration:
     """Return the registration of this process as a role."""
-    return Registration(str(role), host, os.getpid(), own_versions(), "files", "network")
+    return Registration(str(role), "files", "network", host)
 
 
 class Quick(HeartbeatInterval):
