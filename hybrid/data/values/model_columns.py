@@ -95,9 +95,7 @@ class ColumnReader:
 
     def values(self, name: str, key: str) -> pa.DictionaryArray:
         """Return a column of canonical texts, null if missing; reject rows of inexact or too long values."""
-        values = column_values.parse_values(self.flat_column(name, key), self.missing)
-        self._reject_values(values, name)
-        return values.coded
+        return self._check_values(column_values.parse_values(self.flat_column(name, key), self.missing), name)
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
         """Compute a column of data.sparse; reject rows with invalid values.
@@ -110,26 +108,39 @@ class ColumnReader:
             ArrowException: a file column cannot be converted.
             ConfigError: a column of a cross holds lists.
         """
-        if column.kind in ("value", "weighted"):
-            if self.reads_keys and column.vocabulary.name == GROW and column.kind == "value":
-                integers = self.column(column.source)
-                if pa.types.is_integer(integers.type):
-                    return column_values.parse_keys(integers, self.missing), None
-            return self._ids(column)
-        if column.kind == "cross":
-            coded = [self.values(name, column.key("sparse")) for name in column.sources]
+        kind = column.kind
+        if kind == "cross":
+            coded = [self.values(source, column.key("sparse")) for source in column.sources]
             values = [each.dictionary_decode() for each in coded]
             # The result is null where one of the values is null.
             return pc.binary_join_element_wise(*values, _SEPARATOR).dictionary_encode(), None
-        if column.kind == "buckets":
-            numbers_B = self.numbers(column.source)
-        else:
-            kind, date_format = column.kind, column.arguments["format"]
-            dates = self.column(column.source)
+        name, weights = column.source, None
+        if kind == "buckets":
+            numbers_B = self.numbers(name)
+            return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
+        if kind in ("hour", "weekday"):
+            dates, date_format = self.column(name), column.arguments["format"]
             numbers_B, wrong_B = column_values.parse_date_parts(dates, self.missing, kind, date_format)
             expected = f"a date of the form {date_format}" if date_format else _DATE
-            self.reject(wrong_B, Reason.DATE, column.source, expected)
-        return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
+            self.reject(wrong_B, Reason.DATE, name, expected)
+            return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
+        ids = self.column(name)
+        if kind == "weighted":
+            ids, weights = self._weighted_ids(column)
+        elif self.reads_keys and column.vocabulary.name == GROW and pa.types.is_integer(ids.type):
+            return column_values.parse_keys(ids, self.missing), None
+        else:
+            ids = self._check_values(column_values.parse_values(ids, self.missing, column.separator), name)
+        limit = column.max_ids
+        if limit and is_list(ids) and column.too_many_ids == "invalid_row":
+            is_over_B = np.diff(np.asarray(ids.offsets)) > limit
+            self.reject(is_over_B, Reason.MANY, name, f"at most {limit} ids")
+        elif limit and is_list(ids):
+            from_start = column.too_many_ids == "keep_first"
+            ids = column_values.truncate_lists(ids, limit, from_start=from_start)
+            if weights is not None:
+                weights = column_values.truncate_lists(weights, limit, from_start=from_start)
+        return ids, weights
 
     def reject_digit_dates(self, column: Column) -> None:
         """Reject dates in digits (20240131) of a column without date format: they would count as seconds."""
@@ -137,24 +148,6 @@ class ColumnReader:
             digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
             self.reject(digits_B, Reason.DATE, column.source, expected)
-
-    def _ids(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        limit, weights = column.max_ids, None
-        if column.kind == "weighted":
-            ids, weights = self._weighted_ids(column)
-        else:
-            values = column_values.parse_values(self.column(column.source), self.missing, column.separator)
-            self._reject_values(values, column.source)
-            ids = values.coded
-        if limit and is_list(ids) and column.too_many_ids == "invalid_row":
-            is_over_B = np.diff(np.asarray(ids.offsets)) > limit
-            self.reject(is_over_B, Reason.MANY, column.source, f"at most {limit} ids")
-        elif limit and is_list(ids):
-            from_start = column.too_many_ids == "keep_first"
-            ids = column_values.truncate_lists(ids, limit, from_start=from_start)
-            if weights is not None:
-                weights = column_values.truncate_lists(weights, limit, from_start=from_start)
-        return ids, weights
 
     def _weighted_ids(self, column: Column) -> tuple[pa.ListArray, pa.ListArray]:
         """Return lists of ids, and lists of their weights (float32), without missing ids.
@@ -170,19 +163,19 @@ class ColumnReader:
         lengths_B = column_values.list_lengths(lists)
         ids, weights = _split_items(pc.list_flatten(lists), self.missing, column.arguments["separator"])
         flat = column_values.parse_flat_values(ids, self.missing)
-        values = column_values.group_values(flat, lengths_B)
-        self._reject_values(values, column.source)
+        ids = self._check_values(column_values.group_values(flat, lengths_B), column.source)
         weights_L, wrong_L = column_values.parse_numbers(weights, ())
         present_L = np.asarray(flat.coded.is_valid())
         wrong_L = present_L & (wrong_L | np.isnan(weights_L) | (weights_L < 0))
         expected = "a weight for each id, finite and at least 0"
         self.reject(column_values.find_rows(wrong_L, lengths_B), Reason.ID_WEIGHT, column.source, expected)
         weights_L = np.where(wrong_L, 0.0, weights_L).astype(np.float32)
-        return values.coded, column_values.group_items(pa.array(weights_L), present_L, lengths_B)
+        return ids, column_values.group_items(pa.array(weights_L), present_L, lengths_B)
 
-    def _reject_values(self, values: Values, name: str) -> None:
+    def _check_values(self, values: Values, name: str) -> pa.Array:
         self.reject(values.inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
         self.reject(values.too_long_B, Reason.LONG, name, f"at most {MAX_VALUE_BYTES:,} bytes")
+        return values.coded
 
 
 def _split_items(
