@@ -102,7 +102,7 @@ def describe_exception(error: Exception) -> str:
 
     RPC adds text around it; :func:`parse_exception` finds class name and message in the result.
     """
-    return f"{_PREFIX}{error_kind(error)}: {error}"
+    return f"{_PREFIX}{error_kind(error)}: {text_of(error)}"
 
 
 def parse_exception(text: str) -> tuple[str, str] | None:
@@ -125,6 +125,14 @@ def most_similar(name: str, names: Iterable[str]) -> str | None:
     return by_folded[matches[0]] if matches else None
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception; "" if ``__str__`` of its class fails."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its class name if it has no text."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (text_of(error).strip().splitlines() or [type(error).__name__])[0]

@@ -97,9 +97,7 @@ def load_function(
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # user code, which may raise anything
-        location = user_location(error)
-        where = f"{location}: " if location else ""
-        reason = f"cannot be imported: {where}{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"cannot be imported: {describe_error(error)}"
         if isinstance(error, ModuleNotFoundError):
             rule = f"install it there, or put it into the working directory {os.getcwd()}"
             reason += f" on host {socket.gethostname()}; {rule}"

@@ -30,6 +30,11 @@ release = threading.Event()
 built = threading.Event()
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 class Service:
     """Something to call."""
 
@@ -41,6 +46,9 @@ class Service:
 
     def break_down(self) -> None:
         raise KeyError("no such thing")
+
+    def break_silently(self) -> None:
+        raise Wordless
 
     def hang(self) -> None:
         assert release.wait(30.0)
@@ -64,14 +72,22 @@ def test_an_error_keeps_its_message_and_close_releases_the_object(service: trans
         service.call(Service.double, 21).wait()
 
 
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [(Service.break_down, "KeyError: 'no such thing'"), (Service.break_silently, "Wordless")],
+)
 def test_any_other_error_names_role_line_and_type(
-    service: transport.Remote[Service], caplog: pytest.LogCaptureFixture
+    method: Callable[[Service], None],
+    text: str,
+    service: transport.Remote[Service],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said = r"^master on \S+: \S*test_wire.py:\d+, in break_down: KeyError: 'no such thing'$"
+    name = method.__name__
+    said = rf"^master on \S+: \S*test_wire.py:\d+, in {name}: {text}$"
     with pytest.raises(transport.RemoteError, match=said) as caught:
-        service.call(Service.break_down).wait()
+        service.call(method).wait()
     assert caught.value.failure.is_logged
-    assert "break_down" in caplog.text
+    assert name in caplog.text
 
 
 class Choosy(nn.Module):
