@@ -115,16 +115,15 @@ def map_arrays(
         # As a plain array: each operation on a numpy.memmap would create another memmap.
         file_bytes = np.asarray(np.memmap(local, np.uint8, "r"))
         content = file_bytes[_LENGTH_BYTES + len(text) :]
-    header.pop("__metadata__", None)  # written by other tools
-    arrays = {}
-    for name, entry in header.items():
-        if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
-            types = " or ".join(_ARRAY_TYPES)
-            raise CheckpointError(f"{path}: {name!r} is of type {dtype}, not {types}")
-        first, last = entry["data_offsets"]
-        with _reading(path):
+        header.pop("__metadata__", None)  # written by other tools
+        arrays = {}
+        for name, entry in header.items():
+            if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
+                types = " or ".join(_ARRAY_TYPES)
+                raise CheckpointError(f"{path}: {name!r} is of type {dtype}, not {types}")
+            first, last = entry["data_offsets"]
             arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
-    return arrays
+        return arrays
 
 
 def release_pages(array: npt.NDArray[Any]) -> None:
@@ -169,18 +168,15 @@ def read_header(local: Path) -> bytes:
 @contextmanager
 def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
     try:
-        with storage.local_copy(path, sha256, root=root) as local, _reading(path):
-            yield local
+        with storage.local_copy(path, sha256, root=root) as local:
+            try:
+                yield local
+            except CheckpointError:
+                raise
+            except Exception as error:  # mostly SafetensorError; invalid headers cause other exceptions
+                raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
     except (FileNotFoundError, ValueError) as error:
         raise damage_error(path) from error
-
-
-@contextmanager
-def _reading(path: StoragePath) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # mostly SafetensorError; invalid headers cause other exceptions
-        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
 def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
