@@ -1,7 +1,7 @@
 """The rows of a stream, for custom training loops.
 
 The rows come in units: a file, a folder, or a topic. Trainer 0 finds the units and sends their descriptions
-to the others. Each trainer reads its slice of every step (``hybrid/data/stream/lanes.py``).
+to the others. Each trainer reads its slice of every step (``hybrid/data/stream/units.py``).
 """
 
 from __future__ import annotations

@@ -20,8 +20,14 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics
 from hybrid.data.parse.input_files import find_side_files
 from hybrid.data.stream.kafka_partitions import PartitionReader, Topic, advance_unit
-from hybrid.data.stream.lanes import LaneReader
-from hybrid.data.stream.units import FileSource, LanePosition, StreamUnit, fit_on_blocks, stream_layout
+from hybrid.data.stream.units import (
+    FileSource,
+    LanePosition,
+    LaneReader,
+    StreamUnit,
+    fit_on_blocks,
+    stream_layout,
+)
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.storage.file_formats import parse_fields

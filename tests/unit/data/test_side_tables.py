@@ -25,9 +25,8 @@ from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.column_check import check_columns
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.stream.lanes import LaneReader
 from hybrid.data.stream.stream_cursor import StreamCursor
-from hybrid.data.stream.units import StreamUnit
+from hybrid.data.stream.units import LaneReader, StreamUnit
 from hybrid.errors import ConfigError, DataError, HybridError
 from workers.cli.model_commands import predict
 

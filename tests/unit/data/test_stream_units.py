@@ -20,9 +20,15 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split, prepare
-from hybrid.data.stream.lanes import LaneReader
 from hybrid.data.stream.stream_cursor import StreamCursor
-from hybrid.data.stream.units import FileSource, LanePosition, StreamUnit, fit_on_blocks, with_scaling_of
+from hybrid.data.stream.units import (
+    FileSource,
+    LanePosition,
+    LaneReader,
+    StreamUnit,
+    fit_on_blocks,
+    with_scaling_of,
+)
 from hybrid.errors import ConfigError, DataError
 from hybrid.storage.remote_path import RemotePath
 
