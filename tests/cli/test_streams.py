@@ -205,6 +205,7 @@ def copy_until(step: int, run_folder: Path, copy: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.long
 def test_run_continues_at_another_size(folder: Path, uninterrupted: Path) -> None:
     copy_until(DAY_STEPS + 1, uninterrupted, folder / "resized")
     sizes = settings(cluster={"trainers": 1, "workers": 2})

@@ -173,7 +173,7 @@ def test_killed_run_has_the_same_bits_on_any_number_of_workers(
 @pytest.mark.parametrize(
     ("job", "moment", "step"),
     [
-        ("sync", ("training", 4), 5),  # where an evaluation is due
+        pytest.param("sync", ("training", 4), 5, marks=pytest.mark.long),  # where an evaluation is due
         pytest.param("sync", ("training", 8), 9, marks=pytest.mark.long),  # where a checkpoint is due
         pytest.param("sync", ("evaluating", 10), 10, marks=pytest.mark.long),
         pytest.param("sync", ("evaluating", TOTAL), TOTAL, marks=pytest.mark.long),

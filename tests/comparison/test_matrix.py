@@ -162,6 +162,10 @@ SAME_BITS = (
 QUICK_FEATURES = {"workers": ("one_hot", "mean", "sequences"), "trainers": ("sum",)}
 
 
+def is_quick(case: Case) -> bool:
+    return case.features in QUICK_FEATURES[case.pooled_by] and case.row_dtype != "bfloat16"
+
+
 SEQUENCES = partial(Case, trainers=3, features="sequences")
 WEIGHTED_SEQUENCES = partial(Case, trainers=3, features="weighted_sequences")
 UNEVEN = partial(Case, trainers=3, inputs="uneven")
@@ -205,10 +209,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case.features in QUICK_FEATURES[case.pooled_by] else pytest.mark.long)
-        for case in SAME_BITS
-    ],
+    [pytest.param(case, marks=() if is_quick(case) else pytest.mark.long) for case in SAME_BITS],
     ids=attrgetter("name"),
 )
 def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters) -> None:

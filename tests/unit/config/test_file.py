@@ -263,7 +263,7 @@ LINES = st.one_of(
 
 
 @settings(
-    max_examples=250,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

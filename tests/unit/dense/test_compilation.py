@@ -54,7 +54,7 @@ def test_compiled_module_equals_the_module_for_any_batch_size() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_running_statistics_are_shared(training: bool) -> None:
     module, plain = layers(nn.BatchNorm1d(6)), layers(nn.BatchNorm1d(6))
     module[2].eval()  # differs from the mode of the net

@@ -343,7 +343,8 @@ def test_net_of_a_history_has_a_vector_of_the_user(call: str) -> None:
     assert net(dense_BF[:0], pooled_BE[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("call", [DIN, *(pytest.param(call, marks=pytest.mark.long) for call in ATTENTIONS)])
+@pytest.mark.long
+@pytest.mark.parametrize("call", [DIN, *ATTENTIONS])
 def test_net_of_a_history_compiles(call: str) -> None:
     net, dense_BF = make_net(call), random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
     inputs = (dense_BF, side_by_side(*samples()))

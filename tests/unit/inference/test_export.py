@@ -303,7 +303,7 @@ def test_an_operator_that_onnx_lacks_is_refused(tmp_path: Path, monkeypatch: pyt
     body = "return pooled_BE.repeat_interleave(pooled_BE.new_ones(4).long(), dim=1)"
     run = custom_run(tmp_path, "repeating", body, 4, data={"sparse": ["item"]})
     with pytest.raises(HybridError, match=r"^--format onnx: [^\n]*$"):
-        export_run(run, tmp_path / "other", ["program", "onnx"], None)
+        export_run(run, tmp_path / "other", ["tables", "onnx"], None)
     assert not list(tmp_path.glob("*other*"))
 
 

@@ -32,7 +32,7 @@ def some_bytes(num_bytes: int) -> bytes:
     return np.random.default_rng(7).bytes(num_bytes)
 
 
-SIZES = [*product(KINDS, (0, 5)), ("path", 23 * MIB + 3), ("store", 23 * MIB + 3)]
+SIZES = [*product(KINDS, (0, 5)), ("path", 12 * MIB + 3), ("store", 12 * MIB + 3)]
 
 
 @pytest.mark.parametrize(("folder", "num_bytes"), SIZES, indirect=["folder"])
@@ -110,7 +110,7 @@ def test_the_tag_of_a_file_depends_on_its_content(folder: RemotePath) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "before"),
-    [(5, {}), (5, {"torn": b"earlier"}), (23 * MIB, {"torn": b"earlier"})],
+    [(5, {}), (5, {"torn": b"earlier"}), (12 * MIB, {"torn": b"earlier"})],
     ids=["new", "overwrite", "large"],
 )
 def test_failed_writes_change_nothing(folder: StoragePath, num_bytes: int, before: dict[str, bytes]) -> None:

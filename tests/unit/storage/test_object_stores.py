@@ -27,7 +27,7 @@ from hybrid.storage.object_stores import store_request
 from hybrid.storage.remote_path import RemotePath, parse_path
 
 NO_BUCKET = RemotePath("s3://none", "")
-CONTENT = np.random.default_rng(3).bytes(23 << 20)
+CONTENT = np.random.default_rng(3).bytes(12 << 20)
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_table_equals_a_dictionary(kind: str, tmp_path: Path) -> None:
         with closing(Workers(table, num_workers, num_trainers=3)) as actual:
             if phase:
                 actual.load(tmp_path / str(phase - 1), step)
-            for _ in range(15):
+            for _ in range(10):
                 messages = []
                 for _ in range(3):
                     keys = draw(random, step)
