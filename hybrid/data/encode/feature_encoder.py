@@ -211,12 +211,12 @@ class FeatureEncoder:
 
     @classmethod
     def identity(cls, spec: InputSpec) -> FeatureEncoder:
-        """Return an encoder that keeps numbers and valid ids, for a model that is trained on tensors."""
+        """Return an encoder that keeps numbers, ids and keys, for a model that is trained on tensors."""
         dense = tuple(map(DenseEncoding, spec.dense_features))
-        sparse = [
-            SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot or f.weighted, weighted=f.weighted)
-            for f in spec.sparse_features
-        ]
+        sparse = []
+        for f in spec.sparse_features:
+            kind, multi_hot = "identity" if f.num_rows else GROW, f.multi_hot or f.weighted
+            sparse.append(SparseEncoding(f.name, kind, f.num_rows, multi_hot, weighted=f.weighted))
         return cls(dense, tuple(sparse))
 
     @property

@@ -104,6 +104,9 @@ def test_loaded_encoder_equals_saved_encoder(tmp_path: Path, vocabulary: str) ->
     assert loaded == encoder
     for left, right in zip(loaded.encode(block), encoder.encode(block), strict=True):
         np.testing.assert_array_equal(left, right)
+    of_tensors = FeatureEncoder.identity(encoder.input_spec)
+    of_tensors.save(tmp_path)
+    assert FeatureEncoder.load(tmp_path) == of_tensors
 
 
 SOUND = {"format": FORMAT_VERSION, "dense": [], "sparse": []}
