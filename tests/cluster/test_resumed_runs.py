@@ -264,7 +264,7 @@ def losses_after(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch
     found = []
     with opened(cluster, config, cache) as session:
         session.train(0, 3)
-        session.save(scratch / "saved", 3, 0)
+        session.save(scratch / "saved", 3)
         found += [report.losses for report in session.train(3, 3)]
     with opened(cluster, config, cache) as session:
         session.load(Checkpoint.open(scratch / "saved"))
@@ -294,8 +294,8 @@ def saved_twice(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch:
     """Return a checkpoint written at once, and one of the same step written after further steps."""
     with opened(cluster, config, cache) as session:
         session.train(0, 3)
-        session.save(scratch / "at-once", 3, 0)
-        held = session.begin_save(scratch / "later", 3, 0)
+        session.save(scratch / "at-once", 3)
+        held = session.begin_save(scratch / "later", Manifest(3, 0, {}))
         assert held.is_copied
         session.train(3, 3)
         held.write()

@@ -66,7 +66,7 @@ def trained(folder: Path, config: RunConfig, steps: int = 3) -> Path:
     """Return a checkpoint after some steps."""
     with opened(config) as session:
         session.train(0, steps)
-        return Path(str(session.save(folder, steps, 0)))
+        return Path(str(session.save(folder, steps)))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_predictions_of_known_values_are_the_same(tmp_path: Path) -> None:
     sparse = {"sparse": [*kinds]}
     stored = trained(tmp_path / "saved", day(tmp_path, 1, None, data=sparse, **columns(0)), 4)
     with opened(day(tmp_path, 2, stored, data=sparse, **columns(1))) as session:
-        session.save(tmp_path / "start", 0, 0)
+        session.save(tmp_path / "start", 0)
     vocabularies = [
         [*next(e.values or () for e in TrainedRun.read(run, print).encoder.sparse if e.name == "user")]
         for run in (stored, tmp_path / "start")

@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.checkpoint.checkpoint_folders import shard_file
+from hybrid.checkpoint.checkpoint_folders import Manifest, shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -87,7 +87,7 @@ def saved_rows(mode: str, folder: Path) -> dict[str, Tensor]:
     """Return the rows of a checkpoint that is taken as soon as the trainer has computed both steps."""
     with opened(mode, embedding={"optimizer": "sgd"}) as session:
         session.train_on(two_batches, 0)
-        saving = session.begin_save(folder, 2, 0)
+        saving = session.begin_save(folder, Manifest(2, 0, {}))
         assert saving.is_copied
         saving.write()
     return Checkpoint.open(folder).tensors(shard_file("ids", 0, 1))

@@ -89,7 +89,7 @@ def evaluate_in_two_parts(
     half = num_steps // 2
     with opened(cluster, config, cache) as session:
         session.train(0, half)
-        session.save(scratch / "saved", half, 0)
+        session.save(scratch / "saved", half)
     with opened(cluster, later or config, cache) as session:
         session.restore(Checkpoint.open(scratch / "saved"))
         session.train(half, num_steps - half)

@@ -16,7 +16,7 @@ from support.commands import eventually
 from support.jobs import prepared_in
 from support.shards import PATIENCE_SECONDS
 
-from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
+from hybrid.checkpoint.checkpoint_folders import Manifest, list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.metrics import Predictions
@@ -96,9 +96,9 @@ class StoppedSession(DatasetSession):
         yield from super().evaluation(steps_before, split)
         self._stop_at(f"done {activity}", steps_before)
 
-    def begin_save(self, folder: StoragePath, step: int, *args: Any) -> HeldCheckpoint:
-        self._stop_at("saving", step)
-        return super().begin_save(folder, step, *args)
+    def begin_save(self, folder: StoragePath, manifest: Manifest, *args: Any) -> HeldCheckpoint:
+        self._stop_at("saving", manifest.step)
+        return super().begin_save(folder, manifest, *args)
 
     def _stop_at(self, activity: str, step: int) -> None:
         if self.moment == (activity, step):

@@ -25,12 +25,7 @@ from hybrid.data.stream.units import fit_on_blocks
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_sizes, bytes_per_row, unpooled_ids
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, TableSpec, tables_of
-from hybrid.engine.model_builder import (
-    place_configured_tables,
-    samples_of_lookup,
-    table_specs,
-    wire_bytes_per_value,
-)
+from hybrid.engine import model_builder
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.shared_memory.shared_slots import MAX_MEMBERS
@@ -221,9 +216,10 @@ def make_plan(
     if hosts.count > trainers + workers:
         rule = f"must be at most the {trainers + workers} trainers and workers"
         raise ConfigError("--hosts", rule, hosts.count)
-    tables = table_specs(config, input_spec)
-    placement = place_configured_tables(config, tables, ids_per_sample)
-    samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
+    tables = model_builder.table_specs(config, input_spec)
+    placement = model_builder.place_configured_tables(config, tables, ids_per_sample)
+    samples = model_builder.samples_of_lookup(config)
+    wire_bytes = model_builder.wire_bytes_per_value(config)
     moved = traffic(tables, placement, ids_per_sample, samples, wire_bytes)
     up_W, down_W = lookups * moved.up_bytes_W, lookups * moved.down_bytes_W
     widths = [table.width for table in tables_of(input_spec, tables)]

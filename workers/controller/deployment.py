@@ -22,7 +22,6 @@ from hybrid.updates.update_rules import UpdateRules
 # Timeout of calls that fill, write or read full tables, or create trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
 _PING_TIMEOUT_SECONDS = 10.0
-MAX_FRACTION_FOR_COPIES = 0.8  # of a host's free memory, for a second copy of its tables
 _POLL_SECONDS = 0.02
 
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest, dense_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.deltas import PARENT
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import CONFIG_FILE, key_values, load_config
@@ -37,19 +37,14 @@ from hybrid.topology import Role, Topology
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.update_rules import Schedule, UpdateRules
-from workers.controller.deployment import (
-    BULK_TIMEOUT_SECONDS,
-    MAX_FRACTION_FOR_COPIES,
-    HeldCheckpoint,
-    deploy_tables,
-    memory_shortage,
-)
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables, memory_shortage
 from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.run_folder.step_profile import Profile
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 _EVAL_STEPS_PER_CALL = 20
+_MAX_FRACTION_FOR_COPIES = 0.8  # of a host's free memory, for a second copy of its tables
 
 
 class JobObject(Protocol):
@@ -111,7 +106,6 @@ class Session:
         self._data_folder = data_folder
         self.encoder = encoder or FeatureEncoder.identity(input_spec)
         self._total_steps = total_steps
-        self.recorded = recorded_steps(config.profile, 0, total_steps)
         source = None if data_folder is None else str(data_folder.absolute())
         values_of = source if encoder_folder is None else str(encoder_folder)
         self.initial = InitialModel(config, input_spec, values_of, warn) if is_new else None
@@ -143,7 +137,7 @@ class Session:
         if self.initial is not None:
             self.initial.notes += self.initial.describe_matches(matches)
             self._load_initial_nets(self.initial, remote_net)
-        self._start_recording()
+        self._start_recording(steps_before=0)
 
     def describe_model(self) -> tuple[str, str]:
         """Return a line about the dense net and a line about the tables: sizes and learning rates."""
@@ -210,22 +204,20 @@ class Session:
             raise ConfigError("profile.steps", rule, self.config.profile.steps)
         return profile
 
-    def _start_recording(self) -> None:
+    def _start_recording(self, steps_before: int) -> None:
+        self.recorded = recorded_steps(self.config.profile, steps_before, self._total_steps)
         if self.recorded:
             transport.gather([each.call(JobObject.record, self.recorded) for each in self._objects])
 
-    def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
+    def save(self, folder: StoragePath, step: int) -> StoragePath:
         """Write a checkpoint of the current step, and return its folder. Training waits meanwhile."""
-        self.begin_save(folder, step, epoch, metrics, in_background=False).write()
+        self.begin_save(folder, Manifest(step, 0, {}), in_background=False).write()
         return folder
 
     def begin_save(
         self,
         folder: StoragePath,
-        step: int,
-        epoch: int,
-        metrics: Metrics | None = None,
-        progress: Mapping[str, Any] = MappingProxyType({}),
+        manifest: Manifest,
         reports: Mapping[str, Tensor] = MappingProxyType({}),
         in_background: bool = True,
     ) -> HeldCheckpoint:
@@ -235,42 +227,32 @@ class Session:
         writing if the roles have copied their parts.
 
         Args:
-            metrics: of the last evaluation, for the manifest.
-            progress, reports: further numbers and tensors to store; see :meth:`RunProgress.pack`.
+            manifest: without tables and files.
+            reports: further tensors to store; see :meth:`RunProgress.pack`.
             in_background: whether roles copy their parts, if the hosts of workers have the memory for copies.
         """
-        progress = {**progress, **self._own_progress()}
-        is_copied = in_background and not memory_shortage(
-            self.placement, [holder.role for holder in self._table_holders], MAX_FRACTION_FOR_COPIES
-        )
+        progress = {**manifest.progress, **self._own_progress()}
+        manifest = replace(manifest, tables=self.placement.shapes, progress=progress)
+        holders = [holder.role for holder in self._table_holders]
+        is_copied = in_background and not memory_shortage(self.placement, holders, _MAX_FRACTION_FOR_COPIES)
         start = self._hold(is_copied)
         if self.config.checkpoint.delta_call.name != "none":
             transport.gather([each.call(TableShards.track_changes) for each in self._table_holders])
         texts, vocabularies = dataset_manifest.checkpoint_contents(self.config, self._data_folder)
         if self._data_folder is None:
             texts[feature_encoder.FILE_NAME] = self.encoder.to_json()
-        return HeldCheckpoint(
-            folder,
-            Manifest(step, epoch, self.placement.shapes, {}, dict(metrics or {}), progress),
-            texts,
-            reports,
-            start,
-            is_copied,
-            vocabularies,
-        )
+        return HeldCheckpoint(folder, manifest, texts, reports, start, is_copied, vocabularies)
 
     def _own_progress(self) -> dict[str, Any]:
         return {}
 
-    def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
+    def begin_delta(self, folder: StoragePath, manifest: Manifest) -> HeldCheckpoint:
         """Make every role copy its nets, and its rows that changed since the last delta or checkpoint.
 
         A delta of a stream has the encoder, too, because the scaling of columns may change during the run.
-
-        Args:
-            parent: the identity of the last delta or checkpoint; see :func:`identity_of`.
+        ``manifest`` is as for :meth:`begin_save`.
         """
-        manifest = Manifest(step, epoch, self.placement.shapes, progress={PARENT: parent})
+        manifest = replace(manifest, tables=self.placement.shapes)
         texts = {} if self._data_folder else {feature_encoder.FILE_NAME: self.encoder.to_json()}
         return HeldCheckpoint(folder, manifest, texts, {}, self._hold(True, is_delta=True), True)
 
@@ -292,8 +274,7 @@ class Session:
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to continue training; RemoteError if a role finds another model in it."""
         self.restore(stored)
-        self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
-        self._start_recording()
+        self._start_recording(stored.manifest.step)
 
     def restore(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to evaluate it; RemoteError if a role finds another model in it."""

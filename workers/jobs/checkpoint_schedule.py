@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
-from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, delta_folder, identity_of
+from hybrid.checkpoint.deltas import PARENT, DeltaChain, ModelVersion, delta_folder, identity_of
 from hybrid.config import CheckpointSection, TaskSection, TrainSection
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, ProgressiveMetrics, task_metrics
@@ -318,8 +318,8 @@ class Checkpoints:
         assert chain is not None
         with self._warn_on_failure(now.step):
             folder = delta_folder(self.run.checkpoint_root, now.step)
-            epoch = now.step // self.session.steps_per_epoch
-            saving = self.session.begin_delta(folder, now.step, epoch, chain.last.identity)
+            manifest = self._manifest(now, {PARENT: chain.last.identity}, {})
+            saving = self.session.begin_delta(folder, manifest)
             self._start("delta", saving, self.best, start)
 
     def _save(self, now: RunProgress, best: Best | None, start: float, in_background: bool) -> None:
@@ -330,12 +330,16 @@ class Checkpoints:
             self._add_evaluation(folder, now, best)
             return
         progress, reports = now.pack()
-        state = folder, now.step, now.step // self.session.steps_per_epoch, now.metrics
-        saving = self.session.begin_save(*state, {**progress, BEST: best}, reports, in_background)
+        manifest = self._manifest(now, {**progress, BEST: best}, dict(now.metrics or {}))
+        saving = self.session.begin_save(folder, manifest, reports, in_background)
         self._start("checkpoint", saving, best, start)
         if in_background and not (saving.is_copied or self._has_warned_of_wait):
             self._has_warned_of_wait = True
             self.warn("no memory for copies of the tables: training waits while checkpoints are written")
+
+    def _manifest(self, now: RunProgress, progress: dict[str, Any], metrics: dict[str, float]) -> Manifest:
+        epoch = now.step // self.session.steps_per_epoch
+        return Manifest(now.step, epoch, {}, metrics=metrics, progress=progress)
 
     def _start(self, kind: str, saving: HeldCheckpoint, best: Best | None, start: float) -> None:
         """Begin to write what the roles hold; if it is no copy, wait for the end."""

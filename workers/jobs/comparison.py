@@ -100,7 +100,7 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
     without names is left out.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
-        stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
+        stored = Checkpoint.open(session.save(Path(scratch) / "all", 0))
         tensors = stored_tables(stored)
         if names:
             transport.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])

@@ -11,7 +11,6 @@ import io
 import math
 import re
 import statistics
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import SPLITS, TRAIN
-from hybrid.config.loading import to_toml
+from hybrid.config.loading import key_values, to_toml
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.loggers.record_file import NO_NUMBERS, Record
 from workers.console import format_number, print_line, visible
@@ -62,7 +61,7 @@ def report_page(runs: Sequence[ReportedRun]) -> str:
 def _comparison(runs: Sequence[ReportedRun]) -> str:
     names = [run.name for run in runs]
     results = [dict(_flat(_numbers(run.result))) for run in runs]
-    keys = [dict(_flat(tomllib.loads(to_toml(run.config)), ".", str)) for run in runs]
+    keys = [{f"{section}.{key}": value for section, key, _, value in key_values(run.config)} for run in runs]
     rows = [(key, *(each.get(key) for each in results)) for key in dict.fromkeys(chain(*results))]
     headings = names
     if len(runs) > 2:
@@ -157,20 +156,12 @@ def _cell(value: object) -> str:
     return escape(visible(f"{value:,}" if type(value) is int else "none" if value is None else str(value)))
 
 
-def _flat(
-    values: Mapping[str, Any],
-    between: str = " ",
-    title_of: Callable[[str], str] = metric_title,
-    before: str = "",
-) -> Iterator[tuple[str, Any]]:
-    """Flatten nested mappings; yield (title, value) of each value that is not None.
-
-    ``before`` is the prefix of all titles; ``between`` separates the parts of a nested title.
-    """
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested mappings; yield (title, value) of each value that is not None."""
     for name, value in values.items():
-        title = before + title_of(name)
+        title = before + metric_title(name)
         if isinstance(value, Mapping):
-            yield from _flat(value, between, title_of, title + between)
+            yield from _flat(value, f"{title} ")
         elif value is not None:
             yield title, value
 

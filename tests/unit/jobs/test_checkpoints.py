@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import Best, Manifest, step_folder, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.deltas import PARENT
 from hybrid.config import CheckpointSection, ClusterSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError
 from hybrid.metrics import BinaryMetrics, Metrics
@@ -58,23 +57,13 @@ class Role:
         self.may_write.set()
 
     def begin_save(
-        self,
-        folder: Path,
-        step: int,
-        epoch: int,
-        metrics: Metrics | None,
-        progress: Mapping[str, Any],
-        reports: Mapping[str, Tensor],
-        in_background: bool,
+        self, folder: Path, manifest: Manifest, reports: Mapping[str, Tensor], in_background: bool
     ) -> HeldCheckpoint:
-        self.saved_steps.append(step)
-        values = dict(metrics or {})
-        listed = Manifest(step, epoch, {}, {}, values, dict(progress))
-        return HeldCheckpoint(folder, listed, {}, reports, self._start, self.is_copied and in_background)
+        self.saved_steps.append(manifest.step)
+        return HeldCheckpoint(folder, manifest, {}, reports, self._start, self.is_copied and in_background)
 
-    def begin_delta(self, folder: Path, step: int, epoch: int, parent: str) -> HeldCheckpoint:
-        listed = Manifest(step, epoch, {}, {}, progress={PARENT: parent})
-        return HeldCheckpoint(folder, listed, {}, {}, self._start, is_copied=True)
+    def begin_delta(self, folder: Path, manifest: Manifest) -> HeldCheckpoint:
+        return HeldCheckpoint(folder, manifest, {}, {}, self._start, is_copied=True)
 
     def _start(self, partial: StoragePath) -> Sequence[Call]:
         written: Future[Any] = Future()
