@@ -105,9 +105,8 @@ def _apply(delta: Checkpoint, model: ConfiguredModule, changes: Changes) -> None
         changes[name] += of_table
         if isinstance(table, MappedTable):
             continue
-        rows_U, weight_UD, evicted_E = (
-            torch.from_numpy(np.concatenate(each)) for each in zip(*of_table, strict=True)
-        )
+        arrays = map(np.concatenate, zip(*of_table, strict=True))
+        rows_U, weight_UD, evicted_E = map(torch.from_numpy, arrays)
         if isinstance(table, GrowingTable):
             table.update(rows_U, weight_UD, evicted_E)
         elif isinstance(table, torch.nn.Embedding):

@@ -45,9 +45,7 @@ class Items:
         """The name of each item in the training data; ConfigError if the model does not store names."""
         encoding = self._encoder.sparse[self._ranking.feature]
         if encoding.values is None:
-            rule = (
-                f"needs vocabulary = build for column {encoding.name}: hashes do not have the names of items"
-            )
+            rule = f"needs vocabulary = build for column {encoding.name}: hashes have no names of items"
             raise ConfigError(self._key, rule, encoding.vocabulary)
         return encoding.values.texts
 

@@ -1,5 +1,6 @@
 """A trained model as files for other programs: a torch.export program, ONNX, tables and preprocessing."""
 
+import io
 import json
 import logging
 import warnings
@@ -85,40 +86,53 @@ def check_packages(formats: Sequence[str]) -> None:
         raise HybridError(f"--format onnx: {rule}")
 
 
+class _UnfailingWriter(io.BufferedWriter):
+    """A writer that keeps its last error, because torch would end the process after an error."""
+
+    error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            super().write(content)
+        except OSError as error:
+            self.error = error
+        return len(content)
+
+
+def write_program(program: ExportedProgram, folder: Path) -> list[str]:
+    """Write a program with ``torch.export.save``; return the name of the file. Raises OSError."""
+    with _UnfailingWriter(io.FileIO(folder / PROGRAM_FILE, "w")) as file:
+        torch.export.save(program, file)
+    if file.error is not None:
+        raise file.error
+    return [PROGRAM_FILE]
+
+
 def check_names(model: TrainedModule) -> None:
     """Raise HybridError if an output of ``model`` has the name of an input, which ONNX does not allow."""
-    if repeated := sorted({each["name"] for each in _outputs(model)} & {*model.input_names}):
-        rule = f"{', '.join(repeated)} is an input and an output; rename the column"
-        raise HybridError(f"--format onnx: {rule}")
+    if repeated := ", ".join(sorted({each["name"] for each in _outputs(model)} & {*model.input_names})):
+        raise HybridError(f"--format onnx: {repeated} is an input and an output; rename the column")
 
 
 def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> list[str]:
     """Write a program as ONNX, with inputs named as in ``model``; return the names of the files.
 
-    The names must have passed :func:`check_names`.
-
-    Raises:
-        HybridError: ONNX lacks an operator of a net.
+    The names must have passed :func:`check_names`. HybridError if ONNX lacks an operator of a net.
     """
     output_names = [each["name"] for each in _outputs(model)]
-    log = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = log.level
-    log.setLevel(logging.ERROR)  # no messages about optional packages
-    try:
-        with _export_errors("onnx"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            onnx_program = torch.onnx.export(
-                program.run_decompositions(_REPLACEMENTS) if model.growing_tables else program,
-                input_names=list(model.input_names),
-                output_names=output_names,
-                dynamo=True,
-                verbose=False,
-            )
-    finally:
-        log.setLevel(level)
-    assert onnx_program is not None
+    # No messages about optional packages.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with _export_errors("onnx"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        onnx_program: Any = torch.onnx.export(
+            program.run_decompositions(_REPLACEMENTS) if model.growing_tables else program,
+            input_names=list(model.input_names),
+            output_names=output_names,
+            dynamo=True,
+            verbose=False,
+        )
     # An inner value may have the name of an input or output, such as a column "cat".
-    graph: Any = onnx_program.model.graph
+    graph = onnx_program.model.graph
     outer = {id(value) for value in (*graph.inputs, *graph.outputs)}
     inner = [value for node in graph.all_nodes() for value in node.outputs]
     for value in (*inner, *graph.initializers.values()):
@@ -138,14 +152,10 @@ def _search(ordered_N: Tensor, values_L: Tensor) -> Tensor:
     return number_L
 
 
-def _copy_rows(rows_LD: Tensor, dim: int, index_U: Tensor, source_UD: Tensor) -> Tensor:
-    return rows_LD.index_put((index_U,), source_UD)
-
-
 # ONNX lacks these operators, which read growing tables.
 _REPLACEMENTS: dict[Any, Any] = {
     torch.ops.aten.searchsorted.Tensor: _search,
-    torch.ops.aten.index_copy.default: _copy_rows,
+    torch.ops.aten.index_copy.default: lambda rows, _, index, source: rows.index_put((index,), source),
 }
 
 

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE
 from hybrid.checkpoint.deltas import DeltaChain
 from hybrid.data.dataset.dataset_manifest import DatasetReport
@@ -137,14 +136,6 @@ def predict(
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     num_outputs, tasks = model.trained.config.num_outputs, model.trained.config.all_tasks
     items = None if top_k is None else Items(model, "--top-k")
-
-    def predicted(batch: Batch) -> dict[str, Any]:
-        outputs_BO = model.predict(batch).tie_equal_samples().outputs
-        if items is not None and top_k is not None:
-            return items.search(outputs_BO, top_k)
-        columns = prediction_columns(tasks, outputs_BO)
-        return {name: pa.array(values_B.numpy()) for name, values_B in columns.items()}
-
     written = SEARCHED if items else prediction_columns(tasks, torch.zeros(0, num_outputs))
     names = (ROW, *written)
     for index, name in enumerate(keep):
@@ -166,7 +157,12 @@ def predict(
             rows = SourceRows(model.trained, files, passthrough, report_progress, optional=item)
         with prediction_file(output) as write:
             for block in rows.blocks():
-                columns = predicted(block.batch)
+                outputs_BO = model.predict(block.batch).tie_equal_samples().outputs
+                if items is not None and top_k is not None:
+                    columns = items.search(outputs_BO, top_k)
+                else:
+                    tensors = prediction_columns(tasks, outputs_BO)
+                    columns = {name: pa.array(values_B.numpy()) for name, values_B in tensors.items()}
                 write({ROW: pa.array(block.source_rows_B), **block.passthrough, **columns})
     where = "standard output" if output == STDOUT else str(output)
     report = rows.report
@@ -180,10 +176,9 @@ def _standard_input(
     trained: TrainedRun, passthrough: Sequence[tuple[str, str]], item: str, *, at_once: bool
 ) -> SourceRows:
     """Return the rows of standard input; with ``at_once``, a block does not wait for further rows."""
-    descriptor = 0
-    text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
+    text = read_descriptor(0, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
-    if os.isatty(descriptor):
+    if os.isatty(0):
         names = ", ".join(rows.layout.required)
         header = "" if rows.layout.data.columns else ", after a line with their names"
         print_line(f"waiting for rows with {names}{header}; Ctrl-D ends the input", to_stderr=True)
@@ -349,8 +344,7 @@ def _export(
             report_progress("exporting the program")
             program = program_export.export_program(model)
             if "program" in formats:
-                torch.export.save(program, folder / program_export.PROGRAM_FILE)
-                files.append(program_export.PROGRAM_FILE)
+                files += program_export.write_program(program, folder)
             if "onnx" in formats:
                 files += program_export.write_onnx(program, model, folder)
         if "items" in formats:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import subprocess
@@ -41,7 +42,7 @@ from hybrid.config.loading import to_toml
 from hybrid.embedding.placement import place
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError, HybridError
-from hybrid.inference import program_export, table_export
+from hybrid.inference import table_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.trained_module import load
 from hybrid.inference.trained_run import TrainedRun
@@ -307,13 +308,15 @@ def test_an_operator_that_onnx_lacks_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob("*other*"))
 
 
-def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> list[str]:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(program_export, "write_preprocessing", fails)
-    with pytest.raises(HybridError, match=r"served: .*No space"):
-        export_run(run, tmp_path / "served", ["tables"], None)
+@pytest.mark.parametrize("export_format", ["program", "onnx", "tables"])
+def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, export_format: str) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))  # as a full disk
+    try:
+        with pytest.raises(HybridError, match="File too large"):
+            export_run(run, tmp_path / "served", [export_format], None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert not list(tmp_path.iterdir())
     (tmp_path / "served").mkdir()
     with pytest.raises(HybridError, match="exists already"):
