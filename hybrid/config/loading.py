@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def load_config(
     text, sections = ("", {}) if path is None else _read_sections(path, is_stored)
     settings = [_parse_override(each) for each in overrides]
     for section, name, value in settings:
-        sections.setdefault(section, {})[name] = _find(section, name).parse(value)
+        key = _find(section, name)
+        sections.setdefault(section, {})[name] = key.convert(key.parse(value))
     try:
         return _create_config(sections)
     except ConfigError as error:
@@ -82,13 +83,13 @@ def _parse_override(text: str) -> tuple[str, str, str]:
 
 
 def _create_config(sections: dict[str, dict[str, Any]]) -> RunConfig:
-    built: dict[str, Any] = {
-        name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
-    }
-    built |= {kind: {} for kind in NAMED_TYPES}
+    built: dict[str, Any] = {kind: {} for kind in NAMED_TYPES}
     for section, values in sections.items():
-        kind, _, name = section.partition(".")
-        built[kind][name] = _build(NAMED_TYPES[kind], section, values)
+        kind, dot, name = section.partition(".")
+        if dot:
+            built[kind][name] = NAMED_TYPES[kind](**values)
+        else:
+            built[kind] = SECTION_TYPES[kind](**values)
     config = RunConfig(**built)
     validate(config)
     return config
@@ -116,59 +117,53 @@ def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, d
     except ValueError as error:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
     try:
-        sections = _by_section(document)
-        for section, values in sections.items():
-            for name in values:
-                _find(section, name)
+        return text, _by_section(document)
     except ConfigError as error:
         if is_stored:
             rule = f"an earlier version wrote it ({error.key}); this one can neither resume nor load it"
             raise ConfigError(str(path), rule) from error
         raise _add_location(path, text, error) from error
-    return text, sections
 
 
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the converted values of each section, such as ``run`` and ``tables.NAME``, by key."""
     sections = {}
     for section, values in document.items():
-        if section not in SECTION_KEYS and section not in NAMED_KEYS:
+        if section not in SECTION_KEYS | NAMED_KEYS:
             if not isinstance(values, dict):
                 raise _unknown_key("", section)
             raise _unknown_key(section, next(iter(values), ""))
         if not isinstance(values, dict):
             raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
-        if section in NAMED_KEYS:
-            for name, named_values in values.items():
-                if not isinstance(named_values, dict):
-                    raise _unknown_key(section, name)
-                sections[f"{section}.{name}"] = named_values
-        else:
-            sections[section] = values
+        if section in SECTION_KEYS:
+            sections[section] = _convert(section, values)
+            continue
+        for name, named_values in values.items():
+            if not isinstance(named_values, dict):
+                raise _unknown_key(section, name)
+            sections[f"{section}.{name}"] = _convert(f"{section}.{name}", named_values)
     return sections
 
 
-def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
-    return section_type(**{name: _find(section, name).convert(value) for name, value in values.items()})
+def _convert(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _find(section, name).convert(value) for name, value in values.items()}
 
 
 def _find(section: str, name: str) -> Key:
-    keys = _keys_of(section)
+    kind, dot, _ = section.partition(".")
+    keys = (NAMED_KEYS if dot else SECTION_KEYS).get(kind, {})
     if name not in keys:
-        raise _unknown_key(section, name)
+        raise _unknown_key(section, name, keys)
     return keys[name]
 
 
-def _keys_of(section: str) -> dict[str, Key]:
-    kind, dot, _ = section.partition(".")
-    return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
-
-
-def _unknown_key(section: str, name: str) -> ConfigError:
+def _unknown_key(section: str, name: str, known: Mapping[str, Key] = {}) -> ConfigError:
+    """Return the error for a key of a section whose keys are ``known``; ``name`` may be empty."""
     if not name and section not in SECTION_KEYS:
         near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
         hint = f"did you mean [{near}]?" if near else _HINT
         return ConfigError(f"[{section}]", f"no such section; {hint}")
-    known, hint = _keys_of(section), _HINT
+    hint = _HINT
     sections = {section: known} if known and section not in SECTION_KEYS else SECTION_KEYS | _ANY_NAME
     if key := most_similar(name, chain.from_iterable(sections.values())):
         headings = [heading for heading, keys in sections.items() if key in keys]
