@@ -101,10 +101,9 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
             if not pa.types.is_dictionary(texts.type):
                 continue
             sizes_D = np.asarray(pc.fill_null(pc.binary_length(texts.dictionary), 0))
-            ends_L = np.cumsum(take_or_default(sizes_D, texts.indices, 0), dtype=np.int64)
-            items = int(np.searchsorted(ends_L, MAX_DECODED_BYTES, side="right"))
-            if items < len(ends_L):
-                fitting = min(fitting, int(np.searchsorted(ends_B, items, side="right")))
+            sizes_L = take_or_default(sizes_D, texts.indices, 0)
+            bytes_B = np.append(0, np.cumsum(sizes_L, dtype=np.int64))[ends_B]  # up to the end of each row
+            fitting = min(fitting, int(np.searchsorted(bytes_B, MAX_DECODED_BYTES, side="right")))
         if not fitting:
             raise DataError(
                 f"{path}: a row has more than {MAX_DECODED_BYTES >> 20} MiB in column {name}; "

@@ -110,10 +110,9 @@ class InvalidRowLog:
         self._counts: Counter[Reason] = Counter()
         self._examples: list[str] = []
         self._valid = 0
-        # Counters of the current file.
-        self._path: StoragePath | None = None
-        self._file_valid = 0
-        self._file_invalid: list[InvalidRow] = []  # before the first valid row of the file
+        self._path: StoragePath | None = None  # the current file
+        self._leading: list[InvalidRow] = []  # the invalid rows of this file, while it has no valid row
+        self._file_has_valid = False
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
         """Record the rows of the next block: the number of valid rows, and the invalid rows.
@@ -124,10 +123,11 @@ class InvalidRowLog:
         """
         if path != self._path:
             self.check_file()
-            self._path, self._file_valid = path, 0
+            self._path, self._file_has_valid = path, False
         self._valid += num_valid
-        self._file_valid += num_valid
-        for row in sorted(invalid):
+        self._file_has_valid |= num_valid > 0
+        rows = sorted(invalid)
+        for row in rows:
             example = f"{path}:{row.line}: {row.text}"
             if not self._max_fraction:
                 rule = f"{row.reason.advice}, or skip such rows with data.max_invalid_fraction = 0.1"
@@ -135,36 +135,31 @@ class InvalidRowLog:
             if len(self._examples) < MAX_EXAMPLES:
                 self._examples.append(example)
             self._counts[row.reason] += 1
-        self._file_invalid = [] if self._file_valid else [*self._file_invalid, *sorted(invalid)]
-        if len(self._file_invalid) >= MAX_LEADING_INVALID:
+        self._leading = [] if self._file_has_valid else [*self._leading, *rows]
+        if len(self._leading) >= MAX_LEADING_INVALID:
             self.check_file()
 
     def check_file(self) -> None:
         """Raise DataError if the current file has invalid rows, and no valid row so far."""
-        rows = self._file_invalid
+        rows = self._leading
         if not rows:
             return
         reason, count = Counter(row.reason for row in rows).most_common(1)[0]
         first = next(row for row in rows if row.reason == reason)
-        raise DataError(
-            f"{self._path}: no valid row among the first {len(rows)}, {count} like line {first.line}: "
-            f"{first.text}; {reason.advice}"
-        )
+        found = f"no valid row among the first {len(rows)}, {count} like line {first.line}: {first.text}"
+        raise DataError(f"{self._path}: {found}; {reason.advice}")
 
     def finish(self) -> InvalidRowReport:
         """Return the report; DataError if too many rows, or all rows of the last file, are invalid."""
         self.check_file()
         invalid = self._counts.total()
-        if invalid > self._max_fraction * (self._valid + invalid):
-            raise DataError(
-                f"{invalid} of {self._valid + invalid} rows are invalid, "
-                "more than data.max_invalid_fraction = "
-                f"{self._max_fraction}; the first: {self._examples[0]}"
-            )
+        total = self._valid + invalid
+        if invalid > self._max_fraction * total:
+            rule = f"more than data.max_invalid_fraction = {self._max_fraction}"
+            raise DataError(f"{invalid} of {total} rows are invalid, {rule}; the first: {self._examples[0]}")
         return self.report()
 
     def report(self) -> InvalidRowReport:
         """Return the report of the rows so far, however many are invalid."""
-        return InvalidRowReport(
-            {str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples)
-        )
+        counts = {str(reason): self._counts[reason] for reason in Reason}
+        return InvalidRowReport(counts, tuple(self._examples))
