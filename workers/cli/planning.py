@@ -19,7 +19,7 @@ from hybrid.config import RunConfig
 from hybrid.config.data_sections import GROW
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.preparation import ensure_prepared, open_split
-from hybrid.data.prepare.synthetic_log import ClickLog
+from hybrid.data.prepare.synthetic_log import INPUT_SPEC
 from hybrid.data.stream.stream_cursor import open_source
 from hybrid.data.stream.units import fit_on_blocks
 from hybrid.dense.net_builder import build_dense_net
@@ -192,7 +192,7 @@ def expected_data(
         rule = 'needs input files, data.vocabulary = "hash" or "grow", and no sections [columns.NAME]'
         raise ConfigError("--ids", rule, ids_per_sample)
     if data.format == "synthetic":
-        return ClickLog(config.run.seed).encoder.input_spec, {}
+        return INPUT_SPEC, {}
     has_one_id = data.format == "criteo" or (data.format == "csv" and not data.multi_hot_separator)
     if is_hashed and (is_given or has_one_id):
         columns, num_rows = Layout.of(data, with_labels=False).data, vocabulary.arguments.get("rows", 0)

@@ -149,7 +149,7 @@ def _write_synthetic(
     config: RunConfig, folder: Path, report: Callable[[str], None]
 ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
     log = synthetic_log.ClickLog(config.run.seed)
-    spec = log.encoder.input_spec
+    spec = synthetic_log.INPUT_SPEC
     targets = synthetic_log.targets(config)
     reports, truth = {}, []
     for split, num_rows in config.data.synthetic_splits.items():
@@ -176,7 +176,7 @@ def _write_synthetic(
         for label, task in zip(reports[TEST].labels, targets.tasks.values(), strict=True)
     )
     reports[TEST] = dataclasses.replace(reports[TEST], labels=labels)
-    return log.encoder, reports
+    return FeatureEncoder.identity(spec), reports
 
 
 def _write_files(

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
-from hybrid.data.encode.feature_encoder import DenseEncoding, EncodedBlock, FeatureEncoder, SparseEncoding
+from hybrid.data.encode.feature_encoder import EncodedBlock
 from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec, InputSpec
 
 # fmt: off
 TABLE_ROWS = (
@@ -33,6 +34,7 @@ TABLE_ROWS = (
     2_000, 5_000, 10_000, 30_000, 100_000,
 )
 # fmt: on
+INPUT_SPEC = InputSpec(CRITEO_DENSE, tuple(map(FeatureSpec, CRITEO_SPARSE, TABLE_ROWS)))
 NUM_PRODUCTS = 4
 NUM_EFFECTS = 7
 PRODUCT_SCALE = 0.7
@@ -95,12 +97,6 @@ class ClickLog:
         rng = np.random.default_rng((seed, _TRUTH_STREAM))
         self._effects = [_draw_effects(rng, EFFECT_SCALE, rows) for rows in TABLE_ROWS[:NUM_EFFECTS]]
         self._factors = [_draw_effects(rng, PRODUCT_SCALE, rows) for rows in TABLE_ROWS[:NUM_PRODUCTS]]
-
-    @property
-    def encoder(self) -> FeatureEncoder:
-        """The encoder, which changes no value, because ids are table rows already."""
-        sparse = (SparseEncoding(n, "identity", r) for n, r in zip(CRITEO_SPARSE, TABLE_ROWS, strict=True))
-        return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
 
     def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
         """Yield ``num_rows`` samples of the split "train", "test" or "validation", block by block."""
