@@ -517,6 +517,8 @@ class Cluster:
             RuntimeError: a step is incomplete: ``optimizer.step()`` has not followed :meth:`backward`.
         """
         stored = Checkpoint.open(parse_path(folder))
+        if self.rank == 0:
+            stored.manifest.verify(stored.files_folder)
         self._load(stored, objects)
         if self._stream is not None:
             self._stream.scale_as(stored)

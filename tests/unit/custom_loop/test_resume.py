@@ -357,6 +357,10 @@ def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
     forge(tmp_path / "good", set_state(0, "capturable", True))  # which a CPU does not have
     cluster.load(tmp_path / "good", *objects)
     assert not adam.param_groups[0]["capturable"]
+    for path in (tmp_path / "good/tables").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"~")
+    with pytest.raises(CheckpointError, match="altered"):
+        cluster.load(tmp_path / "good", *objects)
 
 
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
