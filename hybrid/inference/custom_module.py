@@ -38,7 +38,7 @@ class CustomModule(TrainedModule):
         in_memory: whether tables are parameters in memory; otherwise rows are read from the files.
 
     Raises:
-        ConfigError: there is no such function, or its file cannot be imported.
+        ConfigError: there is no such function, its file cannot be imported, or it returns no module.
         CheckpointError: the checkpoint is of another module.
         HybridError: the file of the function calls ``hybrid.connect()``.
     """
@@ -48,7 +48,7 @@ class CustomModule(TrainedModule):
         num_rows = {each.name: each.num_rows for each in spec.sparse_features}
         data = SimpleNamespace(num_rows=num_rows, dense_columns=spec.dense_features)
         module_name, _, function = name.partition(":")
-        if not function:
+        if not (module_name and function):
             raise ConfigError(_KEY, "must be FILE.py:FUNCTION or package.module:FUNCTION", name)
         folder = None
         file = Path(module_name)
@@ -58,10 +58,11 @@ class CustomModule(TrainedModule):
             module_name, folder = file.stem, file.parent
         token = BACKEND.set(cast(Any, _NoBackend()))
         try:
-            build = load_function(_KEY, f"{module_name}:{function}", ("data",), folder)
-            module = build(data)
+            module = load_function(_KEY, f"{module_name}:{function}", ("data",), folder)(data)
         finally:
             BACKEND.reset(token)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(_KEY, f"must return a torch.nn.Module, not a {type(module).__name__}", name)
         tables = load_parameters(module, trained.stored)
         specs = [each.spec(name, 4) for name, each in tables.items()]
         super().__init__(trained, specs, range(len(num_rows)), in_memory)  # each feature may be a sequence
@@ -76,9 +77,10 @@ class CustomModule(TrainedModule):
         first = columns[self.inputs[0].name]
         size = first.offsets.shape[0] - 1 if isinstance(first, Jagged) else first.shape[0]
         outputs: Tensor = self.module({DENSE: torch.zeros(size, 0), **columns})
-        shape = (size, *self._output_shape[1:])
-        if outputs.shape not in (shape, (*shape, 1)[:2]):  # one output may also have the shape (size, 1)
-            rule = f"must return outputs of shape {list(shape)}, not {list(outputs.shape)}"
+        shape = [size, *self._output_shape[1:]]
+        form = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        if form not in (shape, [*shape, 1][:2]):  # one output may also have the shape (size, 1)
+            rule = f"must return outputs of shape {shape}, not {form}"
             raise HybridError(f"{_KEY}: the module {rule}")
         return outputs.to(self.dtype).view(self._output_shape)
 

@@ -127,6 +127,14 @@ def test_another_users_secret_is_ignored(rank: int, tmp_path: Path, monkeypatch:
         main(["role", "--resume", str(tmp_path), "--master", "127.0.0.1"])
 
 
+def test_host_without_the_configuration_needs_only_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    file = ["--config", "missing.toml", *settings(data={"format": "csv"})]  # which needs keys of the file
+    with pytest.raises(SystemExit, match=r"cluster\.secret_file: must be set"):
+        main(["role", "--master", "127.0.0.1", *COUNTS, *file])
+
+
 # A process that starts a role, which waits where it would import torch.
 STARTER = """
 import os, sys, time

@@ -179,6 +179,7 @@ def test_folder_that_appears_is_read(folder: Path, uninterrupted: Path, tmp_path
         assert f"\nstopping after step {2 * DAY_STEPS};" in command.stdout
     write_day(tmp_path, 3)
     output_of(["launch", "--resume", "run"], tmp_path)
+    assert "--resume" in output_of(["launch", *COMMON, *more, "--resume", "auto"], tmp_path)
     written = [each["step"] for each in records(tmp_path / "run", "checkpoint")]
     assert written == sorted({*written})
     assert_equal(final_state(tmp_path / "run"), final_state(uninterrupted), 0)

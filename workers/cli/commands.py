@@ -78,21 +78,20 @@ def launch_command(options: argparse.Namespace) -> None:
             result["metrics"] = print_means(requests[0].config, results)
 
 
-def _by_seed(options: argparse.Namespace) -> list[argparse.Namespace]:
+def _by_seed(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
     if options.seeds is None:
-        return [options]
+        yield options
+        return
     if options.seeds < 2:
         raise ConfigError("--seeds", "must be at least 2, for a deviation", options.seeds)
     if options.resume not in (None, AUTO):
         raise ConfigError("--resume", f"must be {AUTO} with --seeds, which has several runs", options.resume)
     run = _read_config(options).run
-    by_seed = []
     for seed in range(run.seed, run.seed + options.seeds):
         folder = str(parse_path(run.folder) / f"seed-{seed}") if run.folder else ""
         named = {"seed": seed, "name": f"{run.name}-seed-{seed}", "folder": folder}
         values = [f"run.{key}={toml_value(value)}" for key, value in named.items()]
-        by_seed.append(argparse.Namespace(**vars(options) | {"set": [*options.set, *values]}))
-    return by_seed
+        yield argparse.Namespace(**vars(options) | {"set": [*options.set, *values]})
 
 
 def compare_command(options: argparse.Namespace) -> None:
@@ -207,7 +206,8 @@ def _requested_run(options: argparse.Namespace) -> RequestedRun:
         run_access.check_same_model(newest, config)
         end_message = ""
         if run_access.is_finished(newest, config):
-            end_message = f"{newest} has finished; raise train.epochs, or start a run with another run.name"
+            more = "for new units, name it in --resume" if config.data.is_stream else "raise train.epochs"
+            end_message = f"{newest} has finished; {more}, or start a run in another run.folder"
         print_line(end_message or f"resuming {newest}")
         return RequestedRun(config, newest, True, end_message)
     folder = run_access.run_path(config)
@@ -274,7 +274,9 @@ def _lead(config: RunConfig, task: Task, secret: Secret) -> None:
 def role_command(options: argparse.Namespace) -> None:
     """Run the role that belongs to this process's rank; torchrun or srun sets the rank."""
     if None not in (options.trainers, options.workers):
-        cluster = loading.load_config(None, _overrides(options)).cluster
+        # Other keys may need those of the file, which only the master reads.
+        of_cluster = [each for each in _overrides(options) if each.startswith("cluster.")]
+        cluster = loading.load_config(None, of_cluster).cluster
     elif options.resume in (None, AUTO):
         cluster = _read_config(options).cluster
     else:
@@ -340,11 +342,8 @@ def plan_command(options: argparse.Namespace) -> None:
     with importing_torch():
         from workers.cli.planning import Hosts, print_plan
 
-    hosts = Hosts(
-        options.hosts,
-        options.memory * 2**30 if options.memory else psutil.virtual_memory().total,
-        options.network * 1e9 / 8,
-    )
+    memory = options.memory * 2**30 if options.memory else psutil.virtual_memory().total
+    hosts = Hosts(options.hosts, memory, options.network * 1e9 / 8)
     with _json_output(options.json) as result:
         result |= print_plan(config, hosts, options.ids)
 
@@ -397,8 +396,7 @@ def export_command(options: argparse.Namespace) -> None:
                 raise ConfigError(name, "cannot be combined with --follow", value)
         export_followed(options.run_folder, options.output, formats, options.trust_code)
         return
-    source = options.trust_code, options.module
-    export_run(options.run_folder, options.output, formats, options.dtype, *source)
+    export_run(options.run_folder, options.output, formats, options.dtype, options.trust_code, options.module)
 
 
 def secret_command(options: argparse.Namespace) -> None:

@@ -344,6 +344,10 @@ class Net(nn.Module):
         bags.append(self.tags["sum"](tags, per_sample_weights=tags.values + 0.5))
         return self.head(torch.cat([self.user(batch["user"]), *bags, batch["dense"]], dim=1))
 
+class Pair(Net):
+    def forward(self, batch):
+        return super().forward(batch), batch
+
 def train(data=None):
     cluster = hybrid.connect("clicks.toml")
     train, test = cluster.prepare()
@@ -413,7 +417,10 @@ def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.M
         (saved, None, "--module"),
         (saved, "clicks_net:SCRIPT", "SCRIPT"),
         (saved, "clicks_net.py:train", "__main__"),
+        (saved, "clicks_net.py:Pair", "not tuple"),
+        (saved, "builtins:repr", "not a str"),
         (saved, "clicks_net.py", "'clicks_net.py': "),
+        (saved, ":Net", "':Net': must be"),
         (saved, "missing/clicks_net.py:Net", "'missing/clicks_net.py': "),
         (saved, "other/clicks_net.py:Net", "module of this name is .*"),
         (saved, "scripts/code.py:InteractiveConsole", "module of this name is .*code.py"),
