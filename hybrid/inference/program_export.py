@@ -152,11 +152,8 @@ def _search(ordered_N: Tensor, values_L: Tensor) -> Tensor:
     return number_L
 
 
-# ONNX lacks these operators, which read growing tables.
-_REPLACEMENTS: dict[Any, Any] = {
-    torch.ops.aten.searchsorted.Tensor: _search,
-    torch.ops.aten.index_copy.default: lambda rows, _, index, source: rows.index_put((index,), source),
-}
+# ONNX lacks this operator, which finds the keys of growing tables.
+_REPLACEMENTS: dict[Any, Any] = {torch.ops.aten.searchsorted.Tensor: _search}
 
 
 @contextmanager

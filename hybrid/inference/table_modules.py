@@ -83,7 +83,7 @@ class GrowingTable(nn.Module):
             return vectors_LD
         unknown_U = (~is_known_L).nonzero().squeeze(1)
         initial_UD = initial_rows(keys_L[unknown_U], self._table, self._seed)
-        return vectors_LD.index_copy(0, unknown_U, initial_UD.to(vectors_LD.dtype))
+        return vectors_LD.index_put((unknown_U,), initial_UD.to(vectors_LD.dtype))
 
 
 class MappedTable(nn.Module):
