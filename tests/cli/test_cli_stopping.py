@@ -104,7 +104,7 @@ def test_signal_saves_and_stops_the_run(number: signal.Signals, endless: list[st
     [
         pytest.param(signal.SIGTERM, ["master"], 143, marks=pytest.mark.long),
         (signal.SIGTERM, ["worker 0"], 143),
-        (signal.SIGTERM, ["worker 0", "trainer 0", "master"], 143),
+        pytest.param(signal.SIGTERM, ["worker 0", "trainer 0", "master"], 143, marks=pytest.mark.long),
         pytest.param(signal.SIGUSR1, ["master", "trainer 0", "worker 0"], 75, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, ["trainer 0"], 143, marks=pytest.mark.long),
     ],

@@ -161,11 +161,10 @@ def test_exported_models_have_keys_as_inputs(
     """Unknown users read initial rows, other unknown values read zeros; also in programs of custom loops."""
     monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
     run, served = tmp_path / "run", tmp_path / "served"
-    data: dict[str, object] = {"vocabulary": 'grow(unknown = "zeros")', "sparse": ["user", "tags"]}
-    data["dense"] = []
-    sections: dict[str, dict[str, object]] = {"data": data, "columns.user": {"vocabulary": "grow"}}
-    sections["columns.tags"] = {"pooling": "max"}
-    grown = write_grown(run, clicks_config(tmp_path, **sections))
+    data = {"vocabulary": 'grow(unknown = "zeros")', "sparse": ["user", "tags"], "dense": []}
+    net = {"net": "dcn_v2(cross_layers = 1)", "top_mlp": [4]}
+    sections = {"columns.user": {"vocabulary": "grow"}, "columns.tags": {"pooling": "max"}}
+    grown = write_grown(run, clicks_config(tmp_path, data=data, dense=net, **sections))
     export_run(run, served, ["onnx", "tables"], None)
     model = load(run)
     session = onnxruntime.InferenceSession(served / "model.onnx")

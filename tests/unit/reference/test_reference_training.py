@@ -218,7 +218,7 @@ def test_bags_equal_torch_and_untouched_rows_stay(pooling: str, weighted: bool) 
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
 
 
-ROWS, ROW_DIM, ROW_STEPS = 9, 5, 25
+ROWS, ROW_DIM, ROW_STEPS = 9, 5, 12
 RATE, EPS, BETAS, MOMENTUM, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.7, 0.02
 
 TORCH: dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]] = {

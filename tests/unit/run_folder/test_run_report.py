@@ -110,7 +110,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     folder = str(tmp_path / "b")
     assert f" {folder}: cannot be written: " in commands.refusal("report", tmp_path / "a", "--output", folder)
     (tmp_path / "b" / RESULT_FILE).write_text("[]")
-    assert folder in commands.refusal("report", tmp_path / "a", folder)
+    assert folder in commands.refusal("report", folder, tmp_path / "a")
 
 
 def test_means_of_undefined_and_missing_metrics(capsys: pytest.CaptureFixture[str]) -> None:

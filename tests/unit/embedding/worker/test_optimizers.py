@@ -18,7 +18,7 @@ from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Adam, RowOptimizer
 from hybrid.reference.reference_rows import initial_state, update_rows
 
-ROWS, DIM, STEPS = 9, 5, 25  # a width that no vector register holds evenly
+ROWS, DIM, STEPS = 9, 5, 15  # a width that no vector register holds evenly
 RATE, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
