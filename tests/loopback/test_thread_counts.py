@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 
 from hybrid import transport
 from hybrid.topology import MASTER
+from hybrid.updates.ticket import Ticket
 
 
 class Product:
@@ -19,6 +21,12 @@ class Product:
 
     def compute(self) -> Tensor:
         return nn.functional.linear(*self.factors)
+
+    def lookup(self, *_: object) -> Future[list[Tensor]]:
+        """Return the product as the vectors of a lookup."""
+        product = Future[list[Tensor]]()
+        product.set_result([self.compute()])
+        return product
 
 
 @pytest.fixture(scope="module")
@@ -32,5 +40,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("two_threads", "loopback")
 def test_calls_have_the_bits_of_the_main_thread() -> None:
     product = transport.create(MASTER, Product, timeout_seconds=5.0).wait()
-    for _ in range(16):  # in several threads
+    tables = transport.RemoteTables(MASTER, product.number)
+    for _ in range(16):  # in several threads, which keep the number of their first call
         assert torch.equal(product.call(Product.compute).wait(), Product().compute())
+        assert torch.equal(tables.lookup(Ticket(0, 0, 0), []).wait()[0], Product().compute())
