@@ -31,7 +31,7 @@ from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.update_guard import GuardedModule
+from hybrid.engine.step_engine import GuardedModule
 from hybrid.errors import CheckpointError, ConfigError, StorageError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.updates.update_rules import Schedule, UpdateRules

@@ -26,13 +26,14 @@ net, this graph is local, and its backward pass needs no distributed autograd.
 """
 
 import itertools
+import math
 import random
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from hashlib import blake2b
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -44,13 +45,31 @@ from hybrid.config import RunConfig
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
-from hybrid.engine.update_guard import Guard, GuardedModule
+from hybrid.errors import NonFiniteError
+from hybrid.primitives.pending_result import PendingResult
 from hybrid.primitives.step_timings import StepClock
 from hybrid.shared_memory.shared_slots import SharedSlots
+from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 AnySamples = TypeVar("AnySamples", bound="Samples")
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or train.non_finite = "skip"'
+
+
+class GuardedModule(Protocol):
+    """A hosted module that waits for the decision about a step, or a stub of such a module."""
+
+    def squared_norm(self, step: int) -> PendingResult[float]:
+        """Return the squared norm of a step's gradients as a pending result, known once all have arrived."""
+
+    def call_barrier(
+        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
+    ) -> PendingResult[Result]:
+        """Call a method of the module's :class:`UpdateBarrier`, and return its pending result."""
 
 
 class Samples(Protocol):
@@ -125,6 +144,7 @@ class StepEngine(Generic[AnySamples]):
         is_single_process: bool = False,
     ) -> None:
         self._seed = config.run.seed
+        self._group = group
         self._trainer = group.rank()
         self._devices = devices
         self._clock = clock
@@ -140,9 +160,8 @@ class StepEngine(Generic[AnySamples]):
             shared_reduce = SharedSlots.join(placement.group, group.rank(), num_bytes, is_cpu, seconds)
         self._hybrid_model = model if isinstance(model, HybridModel) else None
         self.model = DdpModel(model, mode, placement, clock, shared_reduce)
-        hosted_tables = list(workers.values())
-        guarded = hosted_tables if remote_net is None else [*hosted_tables, remote_net]
-        self._guard = Guard(rules, guarded, group)
+        self._guarded = [*workers.values(), *([] if remote_net is None else [remote_net])]
+        self._sent_scales: list[PendingResult[None]] = []
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )
@@ -260,39 +279,79 @@ class StepEngine(Generic[AnySamples]):
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
         self._micro = None
+        gradients: dict[Tensor, Tensor]
         with self._clock.phase("backward"):
             try:
                 if self._context_id is None:
                     loss.backward()
+                    gradients = {p: p.grad for p in self.model.net.parameters() if p.grad is not None}
                 else:
                     dist_autograd.backward(self._context_id, [loss])
+                    gradients = dict(dist_autograd.get_gradients(self._context_id))
             except RuntimeError:
                 if self._hybrid_model is not None:
                     self._hybrid_model.repeat_backward()
                 raise
-            self.model.collect(self._gradients())
+            for parameter in gradients:
+                parameter.grad = None
+            self.model.collect(gradients)
         self._recording.close()
         value = loss.item()
         self._loss += value
-        find = None if self._hybrid_model is None else self._hybrid_model.first_not_finite
-        self._guard.check_loss(self.step, value, find)
+        if self._rules.check_finite and not math.isfinite(value):
+            found = "" if self._hybrid_model is None else self._hybrid_model.first_not_finite()
+            first = f": {found}" if found else ""
+            raise NonFiniteError(
+                f"step {self.step}: the loss of trainer {self._trainer} is {value}{first}; {_REMEDY}"
+            )
         return value
 
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        if self._context_id is not None:
-            return dict(dist_autograd.get_gradients(self._context_id))
-        gradients: dict[Tensor, Tensor] = {}
-        for parameter in self.model.net.parameters():
-            if parameter.grad is not None:
-                gradients[parameter] = parameter.grad
-                parameter.grad = None
-        return gradients
-
     def decide(self) -> float | None:
-        """End the step; return the factor for its gradients, or None to skip it; errors as Guard.decide."""
-        norm = self.model.squared_norm()
+        """End the step; return the factor for its gradients, or None to skip the update.
+
+        Without clipping and skipping, the factor is 1. Otherwise, the decision takes one round trip::
+
+            trainers                                            workers
+            ────────                                            ───────
+            after the backward pass: norm of the dense ──────►  merge the step's gradients
+              gradients; request the norms of workers  ◄──────  respond with their norm, hold the update
+            sum over trainers and workers; all compute
+              the same scale, trainer 0 sends it       ──────►  apply the update, or drop it
+
+        Raises:
+            NonFiniteError: ``train.non_finite`` stops the run, and a gradient of the dense net is not finite,
+                or, with clipping, a gradient on a worker or a loss of any trainer.
+        """
+        squared_norm = self.model.squared_norm()
         with self._clock.span("decide"):
-            scale = self._guard.decide(self.step, self._loss, norm, self.model.gradient_not_finite)
+            if self._rules.check_finite and not math.isfinite(squared_norm):
+                name = self.model.gradient_not_finite()
+                what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
+                raise NonFiniteError(f"step {self.step}: the {what} is not finite; {_REMEDY}")
+            scale = self._common_scale(squared_norm) if self._rules.has_update_guard else 1.0
         self._inputs.popleft()
         self.step += 1
+        return scale
+
+    def _common_scale(self, squared_norm: float) -> float | None:
+        """Agree with all trainers and workers on the factor; ``squared_norm`` is this trainer's summand."""
+        norms = [each.squared_norm(self.step) for each in self._guarded]
+        summand = squared_norm if math.isfinite(self._loss) else math.nan
+        of_trainers = torch.tensor(summand, dtype=torch.float64)
+        if self._group.size() > 1:
+            dist.all_reduce(of_trainers, group=self._group)
+        total = of_trainers.item() + sum(norm.wait() for norm in norms)
+        scale: float | None = 1.0
+        if not math.isfinite(total):
+            if self._rules.check_finite:
+                what = f"norm of the gradients on the workers is {math.sqrt(total)}"
+                raise NonFiniteError(f"step {self.step}: the {what}; {_REMEDY}")
+            scale = None
+        elif self._rules.clip_norm is not None:
+            scale = min(1.0, self._rules.clip_norm / (math.sqrt(total) + _CLIP_EPS))
+        if self._trainer == 0:
+            for sent in self._sent_scales:
+                sent.wait()  # ends at once: a worker sends a norm after it has the scale of the step before
+            calls = [each.call_barrier(UpdateBarrier.set_scale, self.step, scale) for each in self._guarded]
+            self._sent_scales = calls
         return scale

@@ -116,5 +116,5 @@ class UpdateRules:
 
     @property
     def has_update_guard(self) -> bool:
-        """Whether trainers decide if a step is applied, and with which scale (``engine/update_guard.py``)."""
+        """Whether trainers decide if a step is applied, and with which scale (``engine/step_engine.py``)."""
         return self.clip_norm is not None or not self.check_finite

@@ -17,7 +17,6 @@ from hybrid.embedding.trainer.embeddings import ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.step_engine import StepEngine
-from hybrid.engine.update_guard import Guard
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
@@ -135,12 +134,22 @@ def test_ddp_inside_needs_a_head_that_is_trained() -> None:
         make_model(DdpMode.INSIDE, net=net)
 
 
+def engine_of(net: nn.Module, rules: UpdateRules) -> StepEngine[Batch]:
+    clock, group = StepClock(), dist.group.WORLD
+    assert group is not None
+    tables, config = ModuleTables([], place([], 1), {}, clock), load_config(None, ["dense.ddp=none"])
+    rest = (net, DensePlacement(group), [torch.device("cpu")], clock)
+    return StepEngine[Batch](config, group, rules, tables, {}, None, *rest)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_gradient_that_is_not_finite_is_named(clip_norm: float | None) -> None:
-    assert dist.group.WORLD is not None
-    guard = Guard(UpdateRules(1, clip_norm=clip_norm), [], dist.group.WORLD)
-    with pytest.raises(NonFiniteError, match=r"^step 3: .*mlp\.0\.weight .*train\.clip_norm"):
-        guard.decide(3, 0.5, math.nan, lambda: "mlp.0.weight")
+    net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    engine = engine_of(net, UpdateRules(1, clip_norm=clip_norm))
+    engine.begin(iter(()), 3)
+    engine.model.gradients = {p: torch.full_like(p, math.nan) for p in net[0].parameters()}
+    with pytest.raises(NonFiniteError, match=r"^step 3: .*0\.bias .*train\.clip_norm"):
+        engine.decide()
 
 
 def contexts() -> int:
@@ -155,11 +164,7 @@ def test_engine_takes_the_gradients_out_of_the_parameters(mode: UpdateMode) -> N
     used = [*net[0].parameters(), *net[2].parameters()]
     x = torch.rand(5, 3)
     expected = torch.autograd.grad(net[2](net[1](net[0](x))).sum(), used)
-    clock, group, micro = StepClock(), dist.group.WORLD, micro_batch(x, x)
-    assert group is not None
-    tables, config = ModuleTables([], place([], 1), {}, clock), load_config(None, ["dense.ddp=none"])
-    rest = (net, DensePlacement(group), [torch.device("cpu")], clock)
-    engine = StepEngine[Batch](config, group, UpdateRules(1, mode), tables, {}, None, *rest)
+    micro, engine = micro_batch(x, x), engine_of(net, UpdateRules(1, mode))
     for _ in range(2):
         before = contexts()
         with engine.recording(micro):
