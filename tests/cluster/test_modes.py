@@ -56,7 +56,7 @@ def train_once(cluster: object, config: RunConfig, cache: Path, scratch: Path) -
 def test_error_of_a_trainer_reaches_the_master(cluster: RunningCluster, cache: Path, tmp_path: Path) -> None:
     for key, value, message in (
         ("optimizer", "Adamm", "RemoteError: dense.optimizer = 'Adamm': "),
-        ("net", "support.failing_nets:backward", "failing_nets.py:18, in backward: KeyError: 'gradient'"),
+        ("net", "support.custom_nets:backward", "custom_nets.py:28, in backward: KeyError: 'gradient'"),
     ):
         with pytest.raises(CaseError) as caught:
             cluster.run(train_once, small_config(dense={key: value}), cache, tmp_path)

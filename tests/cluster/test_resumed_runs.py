@@ -31,7 +31,7 @@ CONFIG = small_config(
     data={"synthetic_rows": 1500},
     train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 4, "eval_every_steps": 5, "batch_size": 128},
     checkpoint={"every_steps": 3, "keep_last": 99},
-    dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
+    dense={"net": "support.custom_nets:build", "optimizer": "Adam", "learning_rate": 0.01},
     schedule={"kind": "cosine(warmup_steps = 4)"},
 )
 

@@ -1,18 +1,22 @@
-"""Processes of a cluster: where calls run, their sockets, the trainers' process group, and how roles end."""
+"""Processes of a cluster: where calls run, sockets, the trainers' process group, ended and frozen roles."""
 
 import os
+import re
+import signal
 import threading
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 from socket import socket
 from typing import Any, TypeAlias
+from unittest import mock
 
 import psutil
 import pytest
 import torch.distributed as dist
-from comparison.cases.examples import get_training_examples
-from comparison.cases.hybrid_trainer import train
+from comparison.cases.hybrid_trainer import get_training_examples, train
 from support.cluster import Clusters, small_config
+from support.commands import eventually
 from support.fork_context import STOP_SECONDS, fork_context, forked_process
 from torch.distributed import rpc
 
@@ -20,8 +24,9 @@ from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
-from hybrid.topology import MASTER, Role
-from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
+from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.transport import stubs
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, join, lead, serve
 from workers.rendezvous.host_setup import MasterAddress, listen
 
 SECONDS = 10.0
@@ -159,3 +164,70 @@ def test_a_process_can_be_in_several_clusters(reused: str) -> None:
     results = [each for each in received if isinstance(each, tuple)]
     assert results == [([None, (0, 2), (1, 2), None], results[0][1])] * 3
     assert received.count(False) == 2 * 4
+
+
+START_SECONDS = 20.0
+HEARTBEAT_SECONDS = 1.0
+TRAINER, WORKER = Role(RoleKind.TRAINER), Role(RoleKind.WORKER)
+SILENCE = r"is frozen: no heartbeat for 1 s \(cluster.heartbeat_timeout_seconds\)"
+
+
+def take_part(
+    role: Role,
+    is_freezing: bool,
+    config: RunConfig,
+    secret: Secret,
+    listener: socket | MasterAddress,
+    reports: Connection,
+) -> None:
+    """Join a cluster and send the error; or freeze before all roles are connected."""
+
+    def freeze(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # Another thread receives the signal. Until then, this thread must not close torch's listening socket.
+        threading.Event().wait()
+
+    with ExitStack() as stack:
+        if is_freezing:
+            stack.enter_context(mock.patch.object(stubs, "open_connection", freeze))
+        try:
+            with (
+                join(role, listener, secret)
+                if isinstance(listener, MasterAddress)
+                else lead(config, secret, listener)
+            ):
+                reports.send("joined")
+        except ClusterError as error:
+            reports.send(str(error))
+
+
+def endings(frozen: Role) -> dict[Role, str]:
+    """Freeze one role of a cluster of three; return the errors of the other roles."""
+    secret, processes, reports = Secret.fresh(), {}, {}
+    cluster = {"trainers": 1, "workers": 1, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    config = small_config(cluster=cluster)
+    with ExitStack() as stack, listen("127.0.0.1", 0) as listener:
+        address = MasterAddress(*listener.getsockname())
+        for role in config.cluster.topology.roles:
+            reports[role], theirs = fork_context().Pipe()
+            rest = (config, secret, listener if role == MASTER else address, theirs)
+            process = forked_process(take_part, role, role == frozen, *rest)
+            processes[role] = stack.enter_context(process)
+            theirs.close()
+        listener.close()
+        victim = psutil.Process(processes[frozen].pid)
+        assert eventually(lambda: victim.status() == psutil.STATUS_STOPPED, START_SECONDS)
+        others = {role: each for role, each in reports.items() if role != frozen}
+        assert all(each.poll(HEARTBEAT_SECONDS + 1) for each in others.values())
+        return {role: each.recv() for role, each in others.items()}
+
+
+def test_frozen_worker_is_reported() -> None:
+    errors = endings(WORKER)
+    assert re.fullmatch(rf"worker 0 \(host \S+, pid \d+\) {SILENCE}", errors[MASTER])
+    assert errors[TRAINER] == f"stopped by the master: {errors[MASTER]}"
+
+
+def test_frozen_master_is_reported() -> None:
+    for error in endings(MASTER).values():
+        assert re.fullmatch(f"the master {SILENCE}", error)

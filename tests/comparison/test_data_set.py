@@ -1,4 +1,4 @@
-"""Jobs on prepared data with shuffled epochs and a short last batch equal one process."""
+"""Jobs on prepared data equal one process: shuffled epochs, a short last batch, tasks, and retrieval."""
 
 import random
 from pathlib import Path
@@ -7,12 +7,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.choices import choices_config
 from support.cluster import Clusters, small_config
 from support.jobs import compare, evaluate, opened
 from support.stores import Store, in_store
 
 from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
-from hybrid.storage.remote_path import parse_path
+from hybrid.metrics import Metrics
+from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.rendezvous.bootstrap import JoinedCluster
 
 ROWS, BATCH_SIZE, STEPS = 750, 240, 5  # more than an epoch of 4, whose last batch has 30 samples
@@ -157,3 +159,36 @@ def test_columns_of_every_kind_train(update: str, clusters: Clusters, cache: Pat
     clusters.get(2, 2).run(compare, config, cache, 7)
     # These tables are small, so the placement lets trainers pool their bags.
     assert clusters.get(2, 2).run(pooled_by_trainers, config, cache) == ("tags", "seen", "likes")
+
+
+@pytest.mark.parametrize(
+    ("update", "ddp", "weight"), [("lookahead", "outside", "importance"), ("sync", "inside", "")]
+)
+def test_two_towers_train(update: str, ddp: str, weight: str, clusters: Clusters, tmp_path: Path) -> None:
+    """The last batch of an epoch has 20 samples, with and without choices."""
+    config = choices_config(
+        tmp_path,
+        data={"weight": weight},
+        dense={"net": "two_towers", "top_mlp": [6], "ddp": ddp},
+        train={"batch_size": 31, "epochs": 2, "update": update, "dtype": "float64"},
+        run={"seed": 3},
+    )
+    clusters.get(2, 2).run(compare, config, tmp_path / "prepared", 9)
+
+
+def evaluate_twice(
+    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_steps: int
+) -> tuple[Metrics, Metrics]:
+    """Return the metrics before and after some steps of one job."""
+    with opened(cluster, config, cache) as session:
+        before = session.evaluate(0)
+        session.train(0, num_steps)
+        return before, session.evaluate(num_steps)
+
+
+def test_each_evaluation_ranks_the_items_of_that_time(clusters: Clusters, tmp_path: Path) -> None:
+    config, cluster = choices_config(tmp_path), clusters.get(2, 2)
+    before, after = cluster.run(evaluate_twice, config, tmp_path / "prepared", 4)
+    _, expected = cluster.run(evaluate, config, tmp_path / "prepared", 4)
+    assert after == expected
+    assert before != after

@@ -7,17 +7,18 @@ The tests of gradients have the same names and the same roles: 4 trainers, a wor
 import pytest
 import torch
 import torch.distributed as dist
-from comparison.cases.examples import (
+from comparison.cases.hybrid_trainer import (
     DIM,
     HIDDEN,
     NUM_DENSE,
     NUM_ROWS,
     OUT,
+    RATE,
     ROW_VALUE,
     get_linear,
     get_training_examples,
+    train,
 )
-from comparison.cases.hybrid_trainer import RATE, train
 from support.cluster import Clusters, RunningCluster
 from torch import Tensor
 

@@ -9,8 +9,17 @@ from functools import partial
 import pytest
 import torch
 from comparison.cases.peers import Compared, Job, on_all_trainers
-from comparison.cases.shared_stage import planned, shared, uneven_inputs, uneven_output
-from comparison.cases.tensor import gradient_of_squares, own_weights, shards, trained, uneven_mesh
+from comparison.cases.tensor import (
+    gradient_of_squares,
+    own_weights,
+    planned,
+    shards,
+    shared,
+    trained,
+    uneven_inputs,
+    uneven_mesh,
+    uneven_output,
+)
 from support.cluster import CaseError, Clusters, RunningCluster
 
 TRAINERS = 4

@@ -1,9 +1,10 @@
-"""The hybrid model of torch's test, built from this project's parts on a running cluster.
+"""The hybrid model of torch's ``ddp_under_dist_autograd_test.py``, built from this project's parts.
 
 :class:`Tables` and :class:`Net` are on a worker, as RemoteEM and RemoteNet upstream. :class:`Trainer` and
 :func:`train` are Trainer and do_test_on_master; trainers without a batch go on with empty ones, without join.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +12,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from comparison.cases.examples import DIM, HIDDEN, NUM_DENSE, NUM_ROWS, OUT, ROW_VALUE, get_linear
 from torch import Tensor, nn
 
 from hybrid import transport
-from hybrid.batch import Batch
+from hybrid.batch import Batch, SparseFeatures
 from hybrid.config.loading import load_config
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.placement import place
@@ -32,6 +32,41 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.update_rules import UpdateRules
 from workers.rendezvous.bootstrap import JoinedCluster
+
+NUM_ROWS, DIM, NUM_DENSE, HIDDEN, OUT = 2, 3, 2, 3, 1
+NUM_EXAMPLES = 16
+ROW_VALUE = 0.5
+
+
+def get_linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a layer without bias whose first weight is -1 and whose other weights are 1."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)[0, 0] = -1.0
+    return layer
+
+
+def get_training_examples(num_trainers: int) -> list[Batch]:
+    """Return one batch for each trainer; ``labels`` are the factors of outputs, -1 or 1.
+
+    Every example has a twin of the same features and the opposite value, at another trainer: over all
+    trainers, their gradients cancel.
+    """
+    examples = [
+        (value, (x, y), row)
+        for value in (-1.0, 1.0)
+        for x, y, row in itertools.product((-value, value), (value, -value), range(NUM_ROWS))
+    ]
+    size = NUM_EXAMPLES // num_trainers
+    return [batch_of(examples[start : start + size]) for start in range(0, NUM_EXAMPLES, size)]
+
+
+def batch_of(examples: list[tuple[float, tuple[float, float], int]]) -> Batch:
+    """Return a batch of examples, each with value, dense features and row."""
+    values, dense, rows = zip(*examples, strict=True)
+    sparse = SparseFeatures(torch.tensor(rows), None, None, num_features=1)
+    return Batch(torch.tensor(dense), sparse, torch.tensor(values), NUM_EXAMPLES)
+
 
 SECONDS = 10.0
 RATE = 0.125  # a power of two: sums and products of these small numbers stay exact

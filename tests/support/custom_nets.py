@@ -1,11 +1,21 @@
-"""A custom net that fails in the backward pass."""
+"""Custom nets: one with dropout and running statistics, and one that fails in the backward pass."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybrid.config import RunConfig
 from hybrid.dense.net_builder import build_dense_net
+from hybrid.input_spec import InputSpec
+from hybrid.models.dense_net import Concatenation, DenseNet
+
+
+def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
+    """Build the net; a value of ``dense.net``."""
+    width = len(input_spec.dense_features) + sum(widths)
+    layers = nn.Dropout(0.5), nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
+    return DenseNet(nn.Identity(), Concatenation(), nn.Sequential(*layers, nn.Flatten(0)))
 
 
 class _Failing(torch.autograd.Function):
