@@ -67,10 +67,9 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     entries: dict[str, Mapping[str, object]] = {}
     start = 0
+    if (problem := find_unstorable(ordered)) is not None:
+        raise CheckpointError(f"cannot write {path}: {problem}")
     for tensor_name, tensor in ordered.items():
-        if tensor.dtype not in _DTYPES:
-            rule = f"{tensor_name} has type {tensor.dtype}, which checkpoints do not support"
-            raise CheckpointError(f"cannot write {path}: {rule}")
         offsets = [start, start + tensor.nbytes]
         kind = _DTYPES[tensor.dtype]
         entries[tensor_name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": offsets}
@@ -90,6 +89,16 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     except OSError as error:
         raise to_checkpoint_error(path, error, size - written) from error
     return {name: (size, digest.hexdigest())}
+
+
+def find_unstorable(state: Mapping[str, Any]) -> str | None:
+    """Return a message that names a value which files cannot store, such as a complex tensor, or None."""
+    for name, value in state.items():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        if kind not in _DTYPES:
+            rule = "checkpoints store only real tensors, also from get_extra_state()"
+            return f"the state {name} is of type {kind}; {rule}"
+    return None
 
 
 def map_arrays(

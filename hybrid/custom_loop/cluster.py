@@ -135,7 +135,7 @@ class Cluster:
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
-            DataError: the module has no tables, or state that is not a tensor; or initial rows are invalid.
+            DataError: the module has no tables, or state that is no real tensor; or initial rows are invalid.
             StorageError: a file of initial rows cannot be read.
             RuntimeError: the cluster has a module, or a table of ``module`` is already distributed.
         """

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hybrid.batch import slice_bounds
+from hybrid.checkpoint.tensor_file import find_unstorable
 from hybrid.custom_loop import step_states
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.drawn_negatives import Negatives
@@ -161,10 +162,8 @@ class TrainingLoop:
         for name, module in modules.items():
             module.bind(name, self)
         self.is_saving = True
-        for name, value in net.state_dict().items():
-            if not isinstance(value, Tensor):
-                kind = f"{name} of {type(net).__name__} is a {type(value).__name__}"
-                raise DataError(f"{kind}: let get_extra_state() return a tensor, which can be stored")
+        if (problem := find_unstorable(net.state_dict())) is not None:
+            raise DataError(f"{type(net).__name__}: {problem}")
         self.is_saving = False
         net.to(self.device)
         if not backend.is_single_process and (warning := synchronize_batch_norms(net, config, backend.group)):

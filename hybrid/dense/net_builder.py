@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybrid.checkpoint.tensor_file import find_unstorable
 from hybrid.config import RunConfig
 from hybrid.config.sections import HISTORY_NETS, NETS
 from hybrid.dense.compilation import restore_afterwards
@@ -167,10 +168,10 @@ def _custom_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int])
     if not isinstance(net, DenseNet):
         reason = f"must return a hybrid.models.dense_net.DenseNet, not a {type(net).__name__}"
         raise ConfigError("dense.net", reason, name)
-    for path, tensor in net.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            rule = "let get_extra_state() return a tensor, which checkpoints can store"
-            raise ConfigError("dense.net", f"has {path}, a {type(tensor).__name__}: {rule}", name)
+    state = net.state_dict(keep_vars=True)
+    if (problem := find_unstorable(state)) is not None:
+        raise ConfigError("dense.net", problem, name)
+    for path, tensor in state.items():
         if is_lazy(tensor):
             reason = f"has {path} without a size; give its lazy layer all sizes, or run the net once"
             raise ConfigError("dense.net", reason, name)
