@@ -111,27 +111,34 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def build_directory(target: Path) -> Iterator[Path]:
+def build_directory(target: Path) -> Iterator[Path | None]:
     """Yield an empty folder, which is renamed to ``target`` at the end, or removed after an exception.
 
-    Call it inside ``hold_lock(target)``. First, it removes what killed processes have left beside ``target``.
+    If another process builds ``target``, wait for it. Yield None if ``target`` exists. First, remove what
+    killed processes have left beside ``target``.
     """
-    folder = target.with_name(_UNFINISHED + target.name)
-    for other in target.parent.glob(f"{_UNFINISHED}*"):
-        lock = target.with_name(other.name.removeprefix(_UNFINISHED) + _LOCK_SUFFIX)
-        if (descriptor := try_lock(lock)) is not None:  # never the lock of ``target``, which is held
-            shutil.rmtree(other, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-            os.close(descriptor)
-    files.remove(folder)
-    try:
-        make_folder(folder)
-        yield folder
-        for parent, _, names in os.walk(folder):  # so that the rename is safe
-            for name in (*names, "."):
-                sync(Path(parent, name))
-        os.rename(folder, target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with ExitStack() as stack:
+        if not target.exists():
+            stack.enter_context(hold_lock(target))
+        if target.exists():
+            yield None
+            return
+        folder = target.with_name(_UNFINISHED + target.name)
+        for other in target.parent.glob(f"{_UNFINISHED}*"):
+            lock = target.with_name(other.name.removeprefix(_UNFINISHED) + _LOCK_SUFFIX)
+            if (descriptor := try_lock(lock)) is not None:  # never the lock of ``target``, which is held
+                shutil.rmtree(other, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+                os.close(descriptor)
+        files.remove(folder)
+        try:
+            make_folder(folder)
+            yield folder
+            for parent, _, names in os.walk(folder):  # so that the rename is safe
+                for name in (*names, "."):
+                    sync(Path(parent, name))
+            os.rename(folder, target)
+            sync(target.parent)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise

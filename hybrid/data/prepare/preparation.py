@@ -106,23 +106,23 @@ def prepare(
     files = find_input_files(config.data)
     target = cache / fingerprint(config, files)
     try:
-        if _is_prepared(target, report, remedy):
-            return target
-        with hold_lock(target):
-            if _is_prepared(target, report, remedy):
+        with build_directory(target) as folder:
+            if folder is None:
+                if not os.access(target, os.R_OK | os.X_OK):
+                    raise DataError(f"{target}: belongs to another user; {remedy}")
+                report(f"prepared data found in {target}")
                 return target
             started = time.monotonic()
-            with build_directory(target) as folder:
-                if config.data.format == "synthetic":
-                    report("making the synthetic click log")
-                    files = {}
-                    encoder, reports = _write_synthetic(config, folder, report)
-                else:
-                    report(f"preparing {', '.join(file.path for file in chain(*files.values()))}")
-                    encoder, reports = _write_files(config, files, folder, report)
-                prepared_dataset.write_group_order(folder / TRAIN)
-                encoder.save(folder)
-                DataManifest.write(folder, encoder.input_spec, reports, files)
+            if config.data.format == "synthetic":
+                report("making the synthetic click log")
+                files = {}
+                encoder, reports = _write_synthetic(config, folder, report)
+            else:
+                report(f"preparing {', '.join(file.path for file in chain(*files.values()))}")
+                encoder, reports = _write_files(config, files, folder, report)
+            prepared_dataset.write_group_order(folder / TRAIN)
+            encoder.save(folder)
+            DataManifest.write(folder, encoder.input_spec, reports, files)
     except StorageError:  # of the input
         raise
     except OSError as error:
@@ -134,15 +134,6 @@ def prepare(
     seconds = time.monotonic() - started
     report(f"prepared {train}ing and {' and '.join(others)} rows in {seconds:.1f} s: {target}")
     return target
-
-
-def _is_prepared(target: Path, report: Callable[[str], None], remedy: str) -> bool:
-    if not target.exists():
-        return False
-    if not os.access(target, os.R_OK | os.X_OK):
-        raise DataError(f"{target}: belongs to another user; {remedy}")
-    report(f"prepared data found in {target}")
-    return True
 
 
 def _write_synthetic(
@@ -255,7 +246,7 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
     """
     path = parse_path(source)
     if isinstance(path, RemotePath):
-        path = _fetch_dataset(path, Path(data.local_cache_folder or LOCAL_CACHE))
+        path = _fetch(path, Path(data.local_cache_folder or LOCAL_CACHE))
     return PreparedDataset(path, split)
 
 
@@ -275,16 +266,19 @@ def _send(folder: Path, target: RemotePath, report: Callable[[str], None]) -> No
                 progress.add(0, done / total)
 
 
-def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
+def _fetch(source: RemotePath, cache: Path) -> Path:
     target = cache / source.parent.name
     with _convert_local_errors(cache):
-        if target.exists():
-            return target
         try:
-            with hold_lock(target):
-                if not target.exists():
-                    with build_directory(target) as folder:
-                        _fetch(source, folder)
+            with build_directory(target) as folder:
+                if folder is None:
+                    return target
+                for name, file in DataManifest.read(source / dataset_manifest.FILE_NAME).stored.items():
+                    make_folder((folder / name).parent)
+                    storage.copy(source / name, folder / name)
+                    if storage.compute_checksum(folder / name) != file.whole:
+                        raise _altered_error(source / name)
+                storage.copy(source / dataset_manifest.FILE_NAME, folder / dataset_manifest.FILE_NAME)
         except FileNotFoundError as error:
             rule = "delete the folder to prepare again"
             raise DataError(f"{source}: a file is missing ({error}); {rule}") from error
@@ -301,13 +295,3 @@ def _convert_local_errors(cache: Path) -> Iterator[None]:
         reason = error.strerror or error
         rule = "free space there, or set data.local_cache_folder to another folder of this host"
         raise DataError(f"{cache}: cannot hold prepared data: {reason}; {rule}") from error
-
-
-def _fetch(source: RemotePath, folder: Path) -> None:
-    for name, file in DataManifest.read(source / dataset_manifest.FILE_NAME).stored.items():
-        path = folder / name
-        make_folder(path.parent)
-        storage.copy(source / name, path)
-        if storage.compute_checksum(path) != file.whole:
-            raise _altered_error(source / name)
-    storage.copy(source / dataset_manifest.FILE_NAME, folder / dataset_manifest.FILE_NAME)

@@ -167,7 +167,8 @@ def build_and_hang(target: Path) -> int:
     child = os.fork()
     if not child:
         try:
-            with hold_lock(target), build_directory(target) as folder:
+            with build_directory(target) as folder:
+                assert folder is not None
                 (folder / "segment").touch()
                 time.sleep(60)
         finally:
@@ -191,7 +192,8 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr("hybrid.storage.locked_folders.time.sleep", refuse)
         with pytest.raises(DataError), hold_lock(tmp_path / "z"):
             pass
-        with hold_lock(tmp_path / "x"), build_directory(tmp_path / "x") as folder:
+        with build_directory(tmp_path / "x") as folder:
+            assert folder is not None
             assert names_in(folder) == set()
             assert names_in(tmp_path) == {"complete", folder.name, "x.lock", ".building-z", "z.lock"}
         assert names_in(tmp_path) == {"complete", "x", ".building-z", "z.lock"}
@@ -206,7 +208,8 @@ def test_links_in_an_unfinished_folder_are_not_followed(tmp_path: Path, inner: s
     link = tmp_path / ".building-x" / inner
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(tmp_path / "mine")
-    with hold_lock(tmp_path / "x"), build_directory(tmp_path / "x") as folder:
+    with build_directory(tmp_path / "x") as folder:
+        assert folder is not None
         assert names_in(folder) == set()
     assert names_in(tmp_path / "mine") == {"kept"}
 
@@ -243,6 +246,7 @@ def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(locked_folders, "sync", lambda path: synced.append(path.name))
     monkeypatch.setattr(os, "rename", record_rename)
     with build_directory(tmp_path / "x") as folder:
+        assert folder is not None
         (folder / "train").mkdir()
         (folder / "train" / "ids.npy").touch()
         (folder / "manifest").touch()
