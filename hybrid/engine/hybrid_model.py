@@ -1,12 +1,12 @@
 """The model of a configured run on one trainer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from hybrid.batch import Batch
 from hybrid.dense.net_builder import name_layer
@@ -153,18 +153,15 @@ class HybridModel(nn.Module):
         ):
             if tensor is not None and not tensor.isfinite().all():
                 return f"the {name} not finite"
+        layers = {module: name for name, module in self.net.named_modules() if name}
         outputs: list[str] = []  # in the order in which layers end
 
-        def note(name: str, _: nn.Module, __: object, output: object) -> None:
-            if isinstance(output, Tensor) and not output.isfinite().all():
-                outputs.append(f"the output of {name}")
+        def note(module: nn.Module, _: object, output: object) -> None:
+            if module in layers and isinstance(output, Tensor) and not output.isfinite().all():
+                outputs.append(f"the output of {layers[module]}")
 
         if self.is_whole:
-            with ExitStack() as hooks, torch.no_grad(), self._precision(self.device):
-                for name, module in self.net.named_modules():
-                    if name:
-                        hook = module.register_forward_hook(partial(note, name))
-                        hooks.callback(hook.remove)
+            with register_module_forward_hook(note), torch.no_grad(), self._precision(self.device):
                 self._repeat(self._inputs)
         parameters = [f"the parameter {n}" for n, p in self.net.named_parameters() if not p.isfinite().all()]
         first = [*outputs[:1], *parameters[:1]]
