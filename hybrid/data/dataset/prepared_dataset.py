@@ -44,7 +44,7 @@ _TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # types of arrays; other array
     "ids": (np.int32, np.int64),
 }
 
-Position: TypeAlias = npt.NDArray[np.int64]  # int64 (1 + K,); see SplitWriter
+Position: TypeAlias = npt.NDArray[np.int64]  # see SplitWriter
 
 
 class PreparedDataset:
@@ -237,8 +237,8 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 class SplitWriter:
     """Creates the arrays of a split, and writes samples to any position; several threads may write.
 
-    A position is the number of samples, and of ids of each of K features, before it. OSError if the disk is
-    full.
+    A position is the number of samples before it, then the number of ids of each feature before it, which may
+    be missing without multi-hot features. OSError if the disk is full.
 
     Args:
         end: the position after the last sample.

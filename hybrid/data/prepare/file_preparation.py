@@ -160,7 +160,7 @@ class FilesPreparation:
     def _fit(
         self, pieces: Sequence[Piece]
     ) -> tuple[FittedStatistics, list[Mapping[str, Position]], Mapping[str, Position]]:
-        """Return the statistics of training rows, and by split: the position of each piece, and the end."""
+        """Return the statistics of training rows; and by split, where each piece starts, and the end."""
         statistics = FittedStatistics.empty(self._layout)
         nothing = np.zeros(1 + len(self._layout.sparse), np.int64)
         starts, ends = list[Mapping[str, Position]](), dict.fromkeys(self.config.data.splits, nothing)
