@@ -115,14 +115,14 @@ class ColumnReader:
             # The result is null where one of the values is null.
             return pc.binary_join_element_wise(*values, _SEPARATOR).dictionary_encode(), None
         name, weights = column.source, None
-        if kind == "buckets":
-            numbers_B = self.numbers(name)
-            return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
-        if kind in ("hour", "weekday"):
-            dates, date_format = self.column(name), column.arguments["format"]
-            numbers_B, wrong_B = column_values.parse_date_parts(dates, self.missing, kind, date_format)
-            expected = f"a date of the form {date_format}" if date_format else _DATE
-            self.reject(wrong_B, Reason.DATE, name, expected)
+        if kind in ("buckets", "hour", "weekday"):
+            if kind == "buckets":
+                numbers_B = self.numbers(name)
+            else:
+                dates, date_format = self.column(name), column.arguments["format"]
+                numbers_B, wrong_B = column_values.parse_date_parts(dates, self.missing, kind, date_format)
+                expected = f"a date of the form {date_format}" if date_format else _DATE
+                self.reject(wrong_B, Reason.DATE, name, expected)
             return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
         ids = self.column(name)
         if kind == "weighted":
