@@ -434,10 +434,7 @@ class EncodedData:
     """
 
     config: RunConfig
-
-    @property
-    def input_spec(self) -> InputSpec:
-        raise NotImplementedError
+    input_spec: InputSpec
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -480,14 +477,11 @@ class PreparedData(EncodedData):
     is_shuffled: bool  # whether each pass has another order
 
     def __post_init__(self) -> None:
+        self.input_spec = self.dataset.input_spec
         self.check_names(has_groups=self.dataset.has_groups)
 
     def __len__(self) -> int:
         return self.dataset.num_samples
-
-    @property
-    def input_spec(self) -> InputSpec:
-        return self.dataset.input_spec
 
     def slices(self, slicing: Slicing, epoch: int = 0, first_sample: int = 0) -> Iterator[LocalBatch]:
         """Yield a trainer's slice of each batch of pass ``epoch``, starting at ``first_sample``.

@@ -24,7 +24,6 @@ from hybrid.data.stream.units import SINCE_CHECKPOINT, LanePosition, StreamUnit,
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.input_spec import InputSpec
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_fields
 
@@ -61,10 +60,6 @@ class StreamData(EncodedData):
         fitted = asdict(self._cursor.fit_encoder()) if self._trainer == 0 else None
         self._set_encoder(parse_fields(FeatureEncoder, self._trainers.gather_json(fitted)[0]))
         self.check_names(has_groups=bool(config.data.group))
-
-    @property
-    def input_spec(self) -> InputSpec:
-        return self._encoder.input_spec
 
     @property
     def unit(self) -> str:
@@ -176,7 +171,7 @@ class StreamData(EncodedData):
             self._set_encoder(with_scaling_of(self.config, before, self._encoder))
 
     def _set_encoder(self, encoder: FeatureEncoder) -> None:
-        self._encoder = encoder
+        self._encoder, self.input_spec = encoder, encoder.input_spec
         self._backend.texts[FILE_NAME] = encoder.to_json()
 
     def _has_rows(self) -> bool:
