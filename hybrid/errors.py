@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from contextlib import suppress
 
 _CUTOFF = 0.65  # similarity of names, from 0 to 1
 _MAX_MESSAGE_CHARACTERS = 4000
@@ -102,7 +103,7 @@ def describe_exception(error: Exception) -> str:
 
     RPC adds text around it; :func:`parse_exception` finds class name and message in the result.
     """
-    return f"{_PREFIX}{error_kind(error)}: {text_of(error)}"
+    return f"{_PREFIX}{error_kind(error)}: {error}"
 
 
 def parse_exception(text: str) -> tuple[str, str] | None:
@@ -125,14 +126,9 @@ def most_similar(name: str, names: Iterable[str]) -> str | None:
     return by_folded[matches[0]] if matches else None
 
 
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception; "" if ``__str__`` of its class fails."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
-
-
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its class name if it has no text."""
-    return (text_of(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an exception's text; its class name without text, or if ``__str__`` fails."""
+    text = ""
+    with suppress(Exception):
+        text = str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0]

@@ -155,17 +155,13 @@ class DataSection:
         "Whether metrics weight samples as the loss does; ranking metrics and custom metrics do not.",
         prepares=False,
     )
-    group: str = model(
-        "", "Column whose values group samples, such as users, for ranking losses and metrics."
-    )
+    group: str = model("", "Column that groups samples, such as users, for ranking losses and metrics.")
     dense: tuple[str, ...] = in_files((), "Names of the numeric columns.")
     sparse: tuple[str, ...] = in_files((), "Names of the categorical columns.")
     multi_hot_separator: str = model(
         "", "Separator of the ids in a categorical field; empty for one id per field."
     )
-    missing: tuple[str, ...] = in_files(
-        ("", "?", r"\N", "NULL", "NA", "None"), "Field values that mean missing."
-    )
+    missing: tuple[str, ...] = in_files(("", "?", r"\N", "NULL", "NA", "None"), "Values that mean missing.")
     numeric_scaling: str = model(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "

@@ -98,9 +98,7 @@ class RunSection:
     folder: str = option(
         "", "Run folder, or its URL in an object store (docs/storage.md); empty for a new folder under runs/."
     )
-    seed: int = model(
-        1, "Seed of tables, dense nets, shuffling, random test rows and synthetic data.", minimum=0
-    )
+    seed: int = model(1, "Seed of tables, dense nets, shuffling, test rows and synthetic data.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +114,7 @@ class ClusterSection:
     )
     interface: str = by_host(
         "auto",
-        "Network interface for all traffic, such as lo or eth0; auto takes the interface that "
-        "reaches the master.",
+        "Network interface for all traffic, such as lo or eth0; auto takes the one that reaches the master.",
     )
     namespace: str = option(
         "auto",
@@ -127,9 +124,7 @@ class ClusterSection:
         choices=("auto", "off"),
     )
     threads: int = by_host(1, "Intra-op threads of each trainer and worker.", minimum=1)
-    start_timeout_seconds: float = by_host(
-        60.0, "Time limit for all roles to register with the master.", above=0
-    )
+    start_timeout_seconds: float = by_host(60.0, "Time limit for roles to register with the master.", above=0)
     timeout_seconds: float = option(
         60.0,
         "Time limit of a role's wait for another one, and of the last step and checkpoint of a stopped run.",
@@ -204,8 +199,7 @@ class DenseSection:
     )
     remote_mlp: tuple[int, ...] = model(
         (),
-        "Hidden units of a remote dense net between interaction and head, which a worker hosts; "
-        "empty for none.",
+        "Hidden units of a dense net on a worker, between interaction and head; empty for none.",
         minimum=1,
     )
     optimizer: str = setting(
@@ -333,9 +327,7 @@ class TrainSection:
         "overrides it for a table.",
     )
     log_every_steps: int = setting(10, "Number of steps between two progress lines.", minimum=1)
-    eval_every_steps: int = setting(
-        0, "Number of steps between two evaluations; 0 for one per epoch.", minimum=0
-    )
+    eval_every_steps: int = setting(0, "Steps between two evaluations; 0 for one per epoch.", minimum=0)
     patience: int = setting(
         0,
         "Number of evaluations without improvement (checkpoint.keep_best) after which the run ends; "

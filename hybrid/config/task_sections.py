@@ -208,9 +208,8 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
         _check_task(name, task, group)
         comparable += [metric_name(tasks, name, m) for m in task.metric_names if m not in _NOT_COMPARABLE]
     if best not in ("auto", "none", *comparable):
-        raise ConfigError(
-            "checkpoint.keep_best", f"must be auto, none, or one of {', '.join(comparable)}", best
-        )
+        rule = f"must be auto, none, or one of {', '.join(comparable)}"
+        raise ConfigError("checkpoint.keep_best", rule, best)
 
 
 def _check_task(name: str, task: TaskSection, group: str) -> None:

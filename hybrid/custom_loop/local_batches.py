@@ -190,9 +190,7 @@ def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
     if isinstance(data, Mapping | Jagged | Tensor):
         data = [data]
     if not isinstance(data, Iterable):
-        raise DataError(
-            f"cannot take batches of {type(data).__name__}; give an iterable, such as a DataLoader"
-        )
+        raise DataError(f"cannot take batches of {type(data).__name__}; give an iterable, such as a list")
     yield from data if slicing.size is None else _rebatch(data, slicing.size, slicing)
 
 

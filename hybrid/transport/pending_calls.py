@@ -9,15 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hybrid.errors import (
-    ClusterError,
-    HybridError,
-    error_class,
-    error_kind,
-    first_line,
-    parse_exception,
-    text_of,
-)
+from hybrid.errors import ClusterError, HybridError, error_class, error_kind, first_line, parse_exception
 from hybrid.primitives.pending_result import PendingResult
 from hybrid.security.rejections import describe_rejection, parse_rejection
 from hybrid.topology import Role
@@ -71,7 +63,7 @@ class LostError(ClusterError):
 
 def make_failure(error: Exception) -> Failure:
     """Return an exception as a value for the caller; log its traceback if the message may not explain it."""
-    is_logged = needs_traceback(error) and not _PEER_ENDED.search(text_of(error))
+    is_logged = needs_traceback(error) and not _PEER_ENDED.search(first_line(error))
     if is_logged:
         log_traceback(error)
     kind = error_kind(error)

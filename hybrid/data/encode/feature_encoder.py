@@ -291,9 +291,7 @@ class FeatureEncoder:
                     known = file.read_all()
             dense = tuple(parse_fields(DenseEncoding, d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known if with_values else None) for s in content["sparse"])
-            is_finite = all(
-                math.isfinite(n) for each in dense for n in (each.shift, each.scale, each.missing)
-            )
+            is_finite = all(math.isfinite(n) for d in dense for n in (d.shift, d.scale, d.missing))
             is_scale = all(each.scale > 0 and each.transform in TRANSFORMS for each in dense)
             if not is_finite or not is_scale:
                 raise TypeError("a value is invalid")

@@ -176,9 +176,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
         for each in level:
             if not _is_partition(each.name):
                 rule = f"add its path to {key}, or move it"
-                raise DataError(
-                    f"{each}: is a subfolder without the form NAME=VALUE, which is not read; {rule}"
-                )
+                raise DataError(f"{each}: a subfolder without the form NAME=VALUE is not read; {rule}")
     if not files:
         raise DataError(f"{folder}: the folder holds no files; check {key}")
     return sorted(files, key=path_parts)

@@ -120,9 +120,7 @@ def _read_table(
                 parts.append(pa.table({**part, key: texts}).filter(texts.is_valid()))
             lines.append((path, block.lines[np.asarray(texts.is_valid())]))
             for wrong in (*block.invalid, *reader.invalid):
-                raise DataError(
-                    f"{path}:{wrong.line}: {wrong.found}; a side table ({JOINS}) needs valid rows"
-                )
+                raise DataError(f"{path}:{wrong.line}: {wrong.found}; {JOINS} needs valid rows")
         if InputFile.of(path).sampled != file.sampled:
             raise DataError(f"{path}: {WHILE_READ}")
     if not any(map(len, parts)) and (with_rows or not parts):

@@ -180,9 +180,7 @@ def _write_files(
         of_task, mask = (f" for task {label.name}", f"{key}.mask and ") if config.tasks else ("", "")
         mask = f"{key}.label and " if label.kind == "retrieval" else mask
         if not label.count:
-            raise DataError(
-                f"{names}: no training row has a weight above 0{of_task}; check {mask}data.weight"
-            )
+            raise DataError(f"{names}: all training weights are 0{of_task}; check {mask}data.weight")
         if label.constant is not None:
             rule = f"check {key}.label, data.positive_labels and data.negative_labels"
             found = f"every training row has label {label.constant:g}{of_task}, nothing to learn; {rule}"

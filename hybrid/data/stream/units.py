@@ -141,9 +141,7 @@ class FileSource:
                 if name not in known and storage.exists(path):
                     known.add(name)
                     if not is_first_search and name != last.name:
-                        self._warn(
-                            f"{name}: is not read, since {last.name}, which sorts after it, came first"
-                        )
+                        self._warn(f"{name}: is not read, since {last.name} sorts after it and came first")
             elif (found := storage.find_entry(path)) is not None:
                 marker = data.stream_call["marker"]
                 if found.is_folder and marker and not storage.exists(path / marker):

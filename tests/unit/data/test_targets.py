@@ -115,7 +115,7 @@ def test_only_relevant_task_keys_change_the_data_set(tmp_path: Path) -> None:
     ("tasks", "message"),
     [
         ({"buy": TASKS["buy"]}, r"label 0 .*tasks\.buy"),
-        ({"buy": TaskSection(label="click", mask="w")}, r"weight .*tasks\.buy"),
+        ({"buy": TaskSection(label="click", mask="w")}, r"weights .*tasks\.buy"),
     ],
 )
 def test_task_with_one_label_is_refused(tmp_path: Path, tasks: dict[str, TaskSection], message: str) -> None:
