@@ -17,15 +17,13 @@ SIGUSR1, the warning of a scheduler, stops a run like the first Ctrl-C, but with
 send the warning to all processes, and more than once. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from hybrid.errors import ClusterError, HybridError, OutageError
 
@@ -50,7 +48,7 @@ class ExitCode(IntEnum):
     TERMINATED = _SIGNAL_BASE + signal.SIGTERM
 
     @classmethod
-    def of_signal(cls, number: int) -> ExitCode:
+    def of_signal(cls, number: int) -> Self:
         """Return the code of a process that a signal has asked to stop."""
         return cls.AGAIN if number == WARNING else cls(_SIGNAL_BASE + number)
 
@@ -125,7 +123,7 @@ class StopMessage:
         return f"{self.code:d} {self.reason}"
 
     @classmethod
-    def parse(cls, text: str) -> StopMessage:
+    def parse(cls, text: str) -> Self:
         code, _, reason = text.partition(" ")
         return cls(ExitCode(int(code)), reason)
 

@@ -14,8 +14,6 @@
 The script runs in a daemon thread, which does not keep the process of a stopped trainer alive.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import socket
@@ -114,7 +112,7 @@ class ScriptJob:
         transport.gather([each.call(HostedModule.close) for tables in self._tables for each in tables])
         return ExitCode.DONE
 
-    def _next_request(self, scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
+    def _next_request(self, scripts: Sequence["transport.Remote[Script]"]) -> ScriptRequest:
         """Wait for the next request of all scripts; HybridError if two scripts make different requests."""
         timeout_seconds = _POLL_SECONDS + self._config.cluster.timeout_seconds
         requests: dict[int, ScriptRequest] = {}
@@ -145,7 +143,7 @@ class ScriptJob:
 
     def _save(
         self,
-        first: transport.Remote[Script],
+        first: "transport.Remote[Script]",
         folder: StoragePath,
         manifest: Manifest,
         number: int,

@@ -1,7 +1,5 @@
 """The session of a run that trains on a stream, one unit (a file, folder or Kafka topic) after another."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Callable

@@ -2,5 +2,4 @@
 
 Begin with ``training_job``. ``checkpoint_schedule`` decides when checkpoints are written and which are kept.
 It also counts samples, seconds and skipped steps. ``comparison`` trains twice and measures the difference.
-``run_summary`` makes ``result.json`` and the lines at the end of a run.
 """

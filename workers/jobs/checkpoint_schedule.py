@@ -1,7 +1,5 @@
 """The checkpoints of a run: the progress in them, when they are written, and which are kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading
@@ -11,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -142,7 +140,7 @@ class RunProgress:
         return values, tensors
 
     @classmethod
-    def unpack(cls, step: int, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunProgress:
+    def unpack(cls, step: int, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Return the progress after ``step`` that :meth:`pack` has packed, without metrics.
 
         CheckpointError if another version of hybrid has packed it.

@@ -1,14 +1,12 @@
 """Comparison of a job or a script on a cluster with the same job or script in one process."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -79,7 +77,7 @@ class Difference:
     ratio: float  # largest difference divided by the tolerance
 
     @classmethod
-    def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:
+    def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Self:
         """Compare two tensors; if a value is NaN or the shapes differ, the difference is infinite."""
         if actual.shape != expected.shape:  # the two sides have different keys of a growing table
             return cls(name, torch.inf, torch.inf)

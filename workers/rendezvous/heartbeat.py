@@ -6,8 +6,6 @@ heartbeat, so the master monitors a role from its registration on. A thread of t
 heartbeats over the same connection. If the run has failed, the response to a heartbeat contains the reason.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -21,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from hybrid import __version__
 from hybrid.errors import ClusterError, HybridError, first_line
@@ -91,11 +89,11 @@ class Registration:
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Registration:
+    def unpacked(cls, data: bytes) -> Self:
         return cls(**json.loads(data))
 
 
-def register(channel: Channel, registration: Registration) -> str:
+def register(channel: "Channel", registration: Registration) -> str:
     """Register a role at the master; return the run's configuration as TOML.
 
     The role must send heartbeats over ``channel`` from now on.
@@ -128,7 +126,7 @@ class HeartbeatSender:
             thread has failed.
     """
 
-    def __init__(self, channel: Channel, on_failure: Callable[[ClusterError], None]) -> None:
+    def __init__(self, channel: "Channel", on_failure: Callable[[ClusterError], None]) -> None:
         self._channel = channel
         self._turn_seconds = channel.interval.turn_seconds
         self._on_failure = on_failure
@@ -137,7 +135,7 @@ class HeartbeatSender:
         self._final_report = [b"", b""]
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> HeartbeatSender:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -4,8 +4,6 @@ One thread with an event loop serves all connections, so a role that waits for a
 module does not import torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno
@@ -16,6 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Self
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
@@ -89,7 +88,7 @@ class RendezvousServer:
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
 
-    def __enter__(self) -> RendezvousServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

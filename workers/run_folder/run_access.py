@@ -5,8 +5,6 @@ folder of this machine, and uploads them before each checkpoint and at the end. 
 folder has the URL of the run. Checkpoints are written to the store directly. Does not import torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -21,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.config import RunConfig
@@ -244,7 +242,7 @@ class RunState:
     result: files.Entry | None
 
     @classmethod
-    def of(cls, folder: Path) -> RunState:
+    def of(cls, folder: Path) -> Self:
         """Return the state of the run in a local folder, which may be empty or missing."""
         log = folder / METRICS_FILE
         logged = next((each["step"] for each in reversed(read_records(log)) if each["kind"] == "train"), 0)
@@ -256,7 +254,7 @@ class RunState:
     def resumed_step(self) -> int:
         return self.checkpoint_step or 0
 
-    def has_stepped_since(self, before: RunState) -> bool:
+    def has_stepped_since(self, before: Self) -> bool:
         """Return whether the run has taken a step since ``before``, its state at the start."""
         has_logged = self.log != before.log and self.logged_step > before.resumed_step
         return has_logged or self.resumed_step > before.resumed_step

@@ -1,7 +1,5 @@
 """Writing the files of a run folder."""
 
-from __future__ import annotations
-
 import os
 import platform
 import socket
