@@ -12,7 +12,6 @@ import psutil
 import pytest
 from chaos_run.run_comparison import differences
 from support.commands import (
-    COMMAND_SECONDS,
     ONE_EACH,
     ROOT,
     Command,
@@ -107,7 +106,7 @@ def test_same_command_resumes_a_custom_loop_until_it_has_finished(tmp_path: Path
     script = ["--script", "train.py", "--", "saved"]
     arguments = [*RUN, *COUNTS, *fresh_secret(tmp_path), *script]
     with job(arguments, tmp_path) as (master, trainer, worker):
-        assert eventually((tmp_path / "waiting").exists, COMMAND_SECONDS), master.stderr
+        assert eventually((tmp_path / "waiting").exists), master.stderr
         trainer.process.kill()
         assert [command.wait(SECONDS).code for command in (master, worker)] == [75, 75]
     for steps in (["step 3", "step 4"], []):

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import CaseError, Clusters, run_script
-from support.commands import (
-    COMMAND_SECONDS,
-    Command,
-    code_block,
-    eventually,
-    output_of,
-    run,
-    settings,
-    started,
-)
+from support.commands import Command, code_block, eventually, output_of, run, settings, started
 
 SCRIPT = """
 import sys, time
@@ -148,7 +139,7 @@ def test_killed_script_resumes_with_the_result_of_an_uninterrupted_one(script: P
     command.append("resumes, stops")
 
     def await_step(running: Command, step: int) -> None:
-        assert eventually((tmp_path / f"at-{step}").exists, COMMAND_SECONDS), running.stderr
+        assert eventually((tmp_path / f"at-{step}").exists), running.stderr
 
     def line(role: str, start: str) -> str:
         return rf"hybrid run: {role} \(pid \d+\) was killed by SIGKILL; see \S+; {start}\n"

@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 from chaos_run.run_comparison import differences
 from support.commands import ONE_EACH, OTHERS, TrainedRun, by_hand, output_of, result_of, run, settings
+from support.stopped_runs import saved_steps
 from support.traces import slices
 
-from hybrid.checkpoint.checkpoint_folders import (
-    MANIFEST_FILE,
-    Manifest,
-    list_checkpoints,
-    parse_step,
-    write_text,
-)
+from hybrid.checkpoint.checkpoint_folders import MANIFEST_FILE, Manifest, list_checkpoints, write_text
 from hybrid.data.dataset.dataset_manifest import COPY_NAME, FORMAT_VERSION
 from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 from workers.cli import main
@@ -38,7 +33,7 @@ def test_run_folder_has_all_files(trained: TrainedRun) -> None:
         *("config.toml", "versions.json", "metrics.jsonl", "result.json", "report.html", "events.out"),
         *("checkpoints", "vocabularies", "logs"),
     }
-    assert [parse_step(folder) for folder in list_checkpoints(trained.folder)] == [16, 15]
+    assert saved_steps(trained.folder) == [16, 15]
     assert {path.stem for path in (trained.folder / "logs").iterdir()} == {
         *("master", "trainer-0", "trainer-1", "worker-0", "worker-1")
     }

@@ -129,7 +129,7 @@ def blocked(arguments: list[str], function: str, folder: Path) -> Iterator[Comma
     (folder / "custom.py").write_text(CUSTOM_NET)
     net = settings(dense={"net": f"custom:{function}"})
     with started([*arguments, *ONE_EACH, *net], folder) as command:
-        assert eventually((folder / "blocked").exists, COMMAND_SECONDS), command.stderr
+        assert eventually((folder / "blocked").exists), command.stderr
         yield command
 
 
@@ -187,7 +187,7 @@ def on_a_terminal(arguments: list[str], folder: Path, *, afresh: bool) -> Iterat
         process = ForkedCommand(words, folder, variables, Path(name))
     command = Command(process, unused)
     try:
-        assert eventually(lambda: len(command.processes()) > 1, COMMAND_SECONDS)
+        assert eventually(lambda: len(command.processes()) > 1)
         os.close(theirs)
         # An echoed ^C may split a character.
         yield fdspawn(ours, encoding="utf-8", codec_errors="replace", timeout=COMMAND_SECONDS), command

@@ -4,16 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import (
-    COMMAND_SECONDS,
-    ONE_EACH,
-    eventually,
-    output_of,
-    result_of,
-    run,
-    settings,
-    started,
-)
+from support.commands import ONE_EACH, eventually, output_of, result_of, run, settings, started
 from support.trained import write_clicks
 
 from workers.cli import main
@@ -63,7 +54,7 @@ def test_log_of_an_error_is_kept(tiny: list[str], tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = [*tiny, *ONE_EACH, *settings(train={"epochs": 10_000})]
     with started(["compare", "--steps", 100_000, *job], tmp_path) as command:
-        assert eventually(lambda: "on the cluster" in command.stdout, COMMAND_SECONDS), command.stderr
+        assert eventually(lambda: "on the cluster" in command.stdout), command.stderr
         command.role("worker 0").kill()
         ended = command.wait()
     log = re.search(r"worker 0 \(pid \d+\) was killed by SIGKILL; see (\S+worker-0.log)$", ended.stderr)

@@ -171,7 +171,7 @@ def test_folder_that_appears_is_read(folder: Path, uninterrupted: Path, tmp_path
     with started(["launch", *COMMON, *more], tmp_path) as command:
         command.await_text("waiting for rows after log/day=1")
         # The last step of the day is written while the run waits.
-        assert eventually(lambda: has_written(tmp_path / "run", DAY_STEPS), COMMAND_SECONDS)
+        assert eventually(lambda: has_written(tmp_path / "run", DAY_STEPS))
         write_day(tmp_path, 2)
         command.await_text("waiting for rows after log/day=2")
         command.process.send_signal(signal.SIGTERM)

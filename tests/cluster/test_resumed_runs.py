@@ -210,9 +210,7 @@ def test_stopped_run_has_the_bits_of_an_uninterrupted_one(
 
 
 @only_lookahead
-def test_stop_is_announced_while_the_run_waits_for_workers(
-    job: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
-) -> None:
+def test_stop_is_announced_at_once(job: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path) -> None:
     """The request is announced at once, even if a worker is frozen. Followers of the run do not end."""
     job = job.replace_value("checkpoint", "deltas", "every(1, seconds = 0)")
     code, statuses = clusters.get(2, 2).run(stop, job, cache, tmp_path / "run", ("saving", 3))

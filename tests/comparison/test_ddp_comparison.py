@@ -8,14 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from comparison.cases.peers import (
-    Compared,
-    chain,
-    hybrid_model,
-    local_vs_remote,
-    on_all_trainers,
-    sparse_gradients,
-)
+from comparison.cases import peers
+from comparison.cases.peers import Compared, on_all_trainers
 from support.cluster import Clusters, RunningCluster
 
 TRAINERS = 4
@@ -41,29 +35,29 @@ def check(of_trainers: list[list[Compared]], names: set[str], shared: set[str]) 
 
 
 def test_ddp_comparison(cluster: RunningCluster) -> None:
-    compared = cluster.run(on_all_trainers, partial(hybrid_model, False))
+    compared = cluster.run(on_all_trainers, partial(peers.hybrid_model, False))
     assert [len(of_trainer) for of_trainer in compared] == [1, 1, 1, 1]
     check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
 
 
 def test_ddp_comparison_uneven_inputs(cluster: RunningCluster) -> None:
-    compared = cluster.run(on_all_trainers, partial(hybrid_model, True))
+    compared = cluster.run(on_all_trainers, partial(peers.hybrid_model, True))
     assert [len(of_trainer) for of_trainer in compared] == [3, 3, 3, 3]
     check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
 
 
 def test_ddp_dist_autograd_sparse_grads(cluster: RunningCluster) -> None:
-    check(cluster.run(on_all_trainers, sparse_gradients), {"weight"}, {"weight"})
+    check(cluster.run(on_all_trainers, peers.sparse_gradients), {"weight"}, {"weight"})
 
 
 @pytest.mark.parametrize("remote_device", [pytest.param("worker0/cpu", marks=pytest.mark.long), "worker0"])
 def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningCluster) -> None:
-    compared = cluster.run(on_all_trainers, partial(local_vs_remote, remote_device))
+    compared = cluster.run(on_all_trainers, partial(peers.local_vs_remote, remote_device))
     check(compared, names={"1", "2"}, shared={"2"})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_ddp_dist_autograd_local_vs_remote_gpu(device: str, clusters: Clusters) -> None:
     """Upstream needs NCCL and one GPU per trainer; here, gloo reduces and all trainers share one GPU."""
-    of_trainers = clusters.get(TRAINERS, 1, device=device).run(on_all_trainers, partial(chain, device))
+    of_trainers = clusters.get(TRAINERS, 1, device=device).run(on_all_trainers, partial(peers.chain, device))
     check(of_trainers, names={"1", "2", "3", "4"}, shared={"2", "4"})

@@ -65,7 +65,7 @@ def free_port() -> int:
             return port
 
 
-def eventually(condition: Callable[[], object], seconds: float) -> bool:
+def eventually(condition: Callable[[], object], seconds: float = COMMAND_SECONDS) -> bool:
     """Return whether ``condition`` becomes true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -102,7 +102,7 @@ class Command:
 
     def await_text(self, text: str) -> None:
         """Wait until a text is printed."""
-        assert eventually(lambda: text in self.stdout, COMMAND_SECONDS), self.stdout + self.stderr
+        assert eventually(lambda: text in self.stdout), self.stdout + self.stderr
 
     def await_step(self, step: int = 5) -> None:
         """Wait until a run reports this step."""

@@ -18,24 +18,12 @@ import pytest
 import torch
 from support.checkpoints import SHAPES, SHARDS, flip_a_bit, forge, names, write_checkpoint, write_run
 from support.hostile import check_line
+from support.stopped_runs import saved_steps
 from support.stores import BUCKET, Proxy, Store
 from torch import Tensor
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import (
-    BEST,
-    DENSE_FILE,
-    FORMAT,
-    MANIFEST_FILE,
-    Best,
-    Manifest,
-    list_checkpoints,
-    parse_step,
-    remove_after,
-    shard_file,
-    step_folder,
-    write_text,
-)
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Manifest, shard_file, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import (
     PARENT,
@@ -67,17 +55,13 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "step-1")
 
 
-def steps(run: StoragePath) -> list[int]:
-    return [parse_step(folder) for folder in list_checkpoints(run)]
-
-
 def all_files(run: StoragePath) -> list[StoragePath]:
     return [each.path for each in files.list_entries(run, is_deep=True)]
 
 
 def test_a_checkpoint_is_read_as_it_was_written(run: StoragePath) -> None:
     written = write_checkpoint(step_folder(run, 1))
-    assert (written, list_checkpoints(run)) == (step_folder(run, 1), [written])
+    assert (written, checkpoint_folders.list_checkpoints(run)) == (step_folder(run, 1), [written])
     stored = Checkpoint.newest_valid(run, pytest.fail)
     manifest = stored.manifest
     assert (stored.folder, manifest.step, manifest.epoch) == (written, 1, 2)
@@ -117,7 +101,7 @@ def test_a_kill_while_writing_leaves_none(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(Killed):
             write_run(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.partial"]
-    assert steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
     (tmp_path / "checkpoints/step-00000002.partial/stray").touch()
     write_run(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000002"]
@@ -127,7 +111,7 @@ def test_a_kill_while_writing_leaves_none(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_without_a_manifest_are_no_checkpoint(run: StoragePath) -> None:
     partial = checkpoint_folders.begin(step_folder(run, 3))
     write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
-    assert list_checkpoints(run) == []
+    assert checkpoint_folders.list_checkpoints(run) == []
     with pytest.raises(CheckpointError, match="checkpoint"):
         Checkpoint.newest_valid(run, pytest.fail)
     checkpoint_folders.remove_after(run, 0)
@@ -139,8 +123,8 @@ def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
     for other in ("step-abc", "best", "step-00000004.partial"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
-    assert steps(tmp_path) == [1_000_000_000, 99_999_999, 110, 30, 2]
-    assert steps(tmp_path / "absent") == []
+    assert saved_steps(tmp_path) == [1_000_000_000, 99_999_999, 110, 30, 2]
+    assert saved_steps(tmp_path / "absent") == []
 
 
 @pytest.mark.parametrize("damage", ["shorter", "longer", "missing", "a folder"])
@@ -148,7 +132,7 @@ def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
 def test_a_file_of_another_size_is_refused(tmp_path: Path, damage: str, is_committed: bool) -> None:
     """Before the commit, a host may have written to another folder; later, the file may be damaged."""
     folder = checkpoint_folders.begin(tmp_path / "step-1")
-    written = write_text(folder, "one", "text")
+    written = checkpoint_folders.write_text(folder, "one", "text")
     if is_committed:
         folder = checkpoint_folders.commit(folder, Manifest(1, 0, {}, written))
     (folder / "one").unlink()
@@ -183,7 +167,7 @@ def test_a_file_of_the_same_size_in_a_store_is_verified_when_it_is_read(store: S
     with pytest.raises(CheckpointError, match=DENSE_FILE):
         Checkpoint.open(stored.folder).tensors(DENSE_FILE)
     partial = checkpoint_folders.begin(stored.folder.with_name("step-00000002"))
-    written = write_text(partial, "config.toml", "text")
+    written = checkpoint_folders.write_text(partial, "config.toml", "text")
     folder = checkpoint_folders.commit(partial, Manifest(2, 0, {}, written))
     files.write_bytes(partial / "config.toml", b"next")
     with pytest.raises(CheckpointError, match=r"config\.toml: "):
@@ -209,7 +193,7 @@ def test_checkpoints_are_not_reached_through_a_link(tmp_path: Path) -> None:
     ):
         with pytest.raises(HybridError, match=f"^{tmp_path}/run/checkpoints: "):
             use()
-    assert steps(tmp_path / "mine") == [2, 1]
+    assert saved_steps(tmp_path / "mine") == [2, 1]
 
 
 def test_a_checkpoint_is_not_overwritten(run: StoragePath) -> None:
@@ -252,7 +236,7 @@ def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(store: Store) ->
         proxy.plan = lambda method, path: "403" if method != "HEAD" and f"/{MANIFEST_FILE}" in path else None
         with pytest.raises(CheckpointError, match=r"s3://.*manifest\.json.*credentials"):
             write_checkpoint(step_folder(run, 1))
-        assert list_checkpoints(run) == []
+        assert checkpoint_folders.list_checkpoints(run) == []
 
 
 def test_the_newest_and_the_best_are_kept(run: StoragePath) -> None:
@@ -264,9 +248,9 @@ def test_the_newest_and_the_best_are_kept(run: StoragePath) -> None:
         (1, None, [5]),
     ):
         checkpoint_folders.prune(run, keep_last, best)
-        assert steps(run) == kept
+        assert saved_steps(run) == kept
         manifests = {each.parent for each in all_files(run) if each.name == MANIFEST_FILE}
-        assert manifests == {*list_checkpoints(run)}
+        assert manifests == {*checkpoint_folders.list_checkpoints(run)}
 
 
 def test_a_kill_while_removing_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +260,7 @@ def test_a_kill_while_removing_leaves_no_checkpoint(tmp_path: Path, monkeypatch:
         with pytest.raises(Killed):
             checkpoint_folders.prune(tmp_path, 1, None)
     assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
-    assert steps(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
     checkpoint_folders.remove_after(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
 
@@ -286,7 +270,7 @@ def test_checkpoints_after_the_resumed_step_are_dropped(run: StoragePath) -> Non
     write_run(run, 8, 9, 10, 100_000_000)
     files.write_bytes(step_folder(run, 8) / MANIFEST_FILE, b"{")
     checkpoint_folders.remove_after(run, 9)
-    assert (steps(run), len(all_files(run))) == ([9, 8], 2 * len([MANIFEST_FILE, DENSE_FILE, *SHARDS]))
+    assert (saved_steps(run), len(all_files(run))) == ([9, 8], 2 * len([MANIFEST_FILE, DENSE_FILE, *SHARDS]))
 
 
 CHECKSUM = 64 * "0"
@@ -296,8 +280,8 @@ Change = Callable[[dict[str, Any]], object]
 def test_numbers_that_are_not_finite_are_kept(tmp_path: Path) -> None:
     Manifest(1, 0, {}, {}, {"auc": math.nan}).write(tmp_path)
     assert math.isnan(Manifest.read(tmp_path / MANIFEST_FILE).metrics["auc"])
-    for best in (None, Best("auc", 0.75, 3), Best("log_loss", math.inf, 0)):
-        Manifest(5, 1, {}, {}, {}, {BEST: best}).write(tmp_path)
+    for best in (None, checkpoint_folders.Best("log_loss", math.inf, 0)):
+        Manifest(5, 1, {}, {}, {}, {checkpoint_folders.BEST: best}).write(tmp_path)
         assert Manifest.read(tmp_path / MANIFEST_FILE).best == best
 
 
@@ -332,10 +316,10 @@ def test_unchanged_file_is_verified_once(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps({"format": FORMAT + 1}), f"format {FORMAT + 1}"),
+        (json.dumps({"format": checkpoint_folders.FORMAT + 1}), f"format {checkpoint_folders.FORMAT + 1}"),
         (60 * '{"a":' + "1" + 60 * "}", "format None"),
         ('{"format": "\\ud800"}', "manifest"),
-        (json.dumps({"format": FORMAT, "step": 1}), "manifest"),
+        (json.dumps({"format": checkpoint_folders.FORMAT, "step": 1}), "manifest"),
         (100_000 * "[", "manifest"),
         (100_000 * '{"format": 2, "sha256": "", "manifest": [[', "manifest"),
     ],
@@ -515,7 +499,7 @@ class TestBestValid:
     def rank(self, run: Path, best: int | None, newest: int = 110) -> None:
         """Record the best checkpoint in the newest."""
         folder = step_folder(run, newest)
-        progress = {"best": None if best is None else Best("auc", 0.75, best)}
+        progress = {"best": None if best is None else checkpoint_folders.Best("auc", 0.75, best)}
         read = Manifest.read(folder / MANIFEST_FILE)
         dataclasses.replace(read, progress=progress).write(folder)
 
@@ -527,9 +511,7 @@ class TestBestValid:
             (None, 110, "the last"),
         ],
     )
-    def test_the_best_checkpoint_is_opened_or_else_the_last(
-        self, run: Path, best: int | None, step: int, rank_text: str
-    ) -> None:
+    def test_the_best_or_last_is_opened(self, run: Path, best: int | None, step: int, rank_text: str) -> None:
         self.rank(run, best)
         found = Checkpoint.best_valid(run, pytest.fail)
         assert (found.manifest.step, found.folder) == (step, step_folder(run, step))
@@ -602,7 +584,7 @@ def test_a_chain_and_its_deltas_are_read_as_written(folder: StoragePath) -> None
             read_changes(delta, table, num_rows, dim)
     with pytest.raises(CheckpointError, match="step-00000005"):
         open_delta(folder, dataclasses.replace(version, parent=64 * "b"))
-    remove_after(folder, 9)
+    checkpoint_folders.remove_after(folder, 9)
     assert DeltaChain.read(folder) is None
 
 
@@ -636,7 +618,11 @@ def test_links_to_other_folders_are_not_followed(tmp_path: Path) -> None:
     DeltaChain(BASE, BASE.identity, (version,)).write(other)
     run.mkdir()
     (run / "deltas").symlink_to(other / "deltas")
-    for use in (DeltaChain.read, lambda each: open_delta(each, version), lambda each: remove_after(each, 0)):
+    for use in (
+        DeltaChain.read,
+        lambda each: open_delta(each, version),
+        lambda each: checkpoint_folders.remove_after(each, 0),
+    ):
         with pytest.raises(StorageError, match="deltas"):
             use(run)
     assert DeltaChain.read(other) is not None

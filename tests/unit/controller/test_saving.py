@@ -108,9 +108,7 @@ def test_nothing_is_left_if_a_role_fails(tmp_path: Path, error: Exception, raise
 
 
 @pytest.mark.parametrize("fails", ["role", "master"])
-def test_files_are_removed_after_the_last_role_has_written(
-    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_follows_the_last_write(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
 
     def write_late(partial: StoragePath) -> Files:

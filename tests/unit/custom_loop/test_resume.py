@@ -198,9 +198,7 @@ class Script:
 @pytest.mark.parametrize(
     ("kind", "then"), [("dict", 3), ("dict", 12), ("batches", 5), ("prepared", 3), ("prepared", 12)]
 )
-def test_another_batch_size_trains_each_sample_once_and_evaluations_are_not_repeated(
-    kind: str, then: int, tmp_path: Path
-) -> None:
+def test_another_batch_size_trains_each_sample_once(kind: str, then: int, tmp_path: Path) -> None:
     first = Script(tmp_path, 8, stop=5, kind=kind)  # after two batches of the second pass
     second = Script(tmp_path, then, kind=kind)
     assert len(first.trained) == 24 + 16
@@ -273,9 +271,7 @@ def test_one_run_at_a_time_uses_a_folder(tmp_path: Path, capsys: pytest.CaptureF
     ("obstructed", "kept", "best"),
     [(None, [12, 9, 4], 4), (6, [12, 9, 4], 4), (STEPS, [12, 9], 12), (LAST, [9, 6, 4], 4)],
 )
-def test_the_best_evaluation_with_a_checkpoint_keeps_it(
-    obstructed: int | None, kept: list[int], best: int, tmp_path: Path
-) -> None:
+def test_best_evaluation_is_kept(obstructed: int | None, kept: list[int], best: int, tmp_path: Path) -> None:
     """A loop goes on if a checkpoint cannot be written, except the last. The first evaluation is the best."""
     context: Any = nullcontext()
     if obstructed is not None:

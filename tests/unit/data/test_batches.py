@@ -41,9 +41,7 @@ def rows_of(loader: BatchLoader, epoch: int, first_step: int = 0) -> list[list[i
 
 @pytest.mark.parametrize(("shuffle", "lanes"), [(True, 0), (True, 16), (False, 0)])
 @pytest.mark.parametrize("num_trainers", [2, 3, 5])
-def test_steps_are_equal_for_any_number_of_trainers(
-    dataset: PreparedDataset, shuffle: bool, lanes: int, num_trainers: int
-) -> None:
+def test_trainers_step_alike(dataset: PreparedDataset, shuffle: bool, lanes: int, num_trainers: int) -> None:
     loader = BatchLoader(dataset, batch_size=100, seed=4, shuffle=shuffle, lanes=lanes)
     alone = rows_of(loader, epoch=2)
     assert [len(step) for step in alone] == [100] * 10 + [3]

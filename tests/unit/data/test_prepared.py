@@ -81,9 +81,7 @@ def test_holdout_depends_on_the_seed(tmp_path: Path, table: Path) -> None:
     assert splits[0] != splits[1]
 
 
-def test_prepared_data_are_reused_until_something_changes(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_unchanged_data_are_reused(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, lines = tmp_path / "cache", list[str]()
     config = config_of(table)
     first = prepare(config, cache)
@@ -192,9 +190,7 @@ def test_prepared_data_of_another_user_are_data(
         PreparedDataset(folder, "train")
 
 
-def test_progress_names_phase_fraction_speed_and_time_left(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_names_phase_and_speed(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=6.0)  # each look at the clock is late
     monkeypatch.setattr("hybrid.primitives.progress.time.monotonic", lambda: next(clock))
     lines: list[str] = []

@@ -99,9 +99,7 @@ def today(folder: Path, item: str = "item", /, **sections: Mapping[str, object])
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_each_value_keeps_its_row_and_its_optimizer_state(
-    yesterday: tuple[Path, Started], tmp_path: Path, workers: int
-) -> None:
+def test_values_keep_rows_and_states(yesterday: tuple[Path, Started], tmp_path: Path, workers: int) -> None:
     """The second day has another vocabulary, a new user, and a renamed column."""
     run, before = yesterday
     item = {"initial": f"{run}#item"}

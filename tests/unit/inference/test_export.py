@@ -118,9 +118,7 @@ def test_other_nets_compute_the_predictions(tmp_path: Path, net: str, pooling: s
     check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-def test_several_tasks_and_columns_of_every_kind_compute_the_predictions(
-    shop_run: Path, shop_served: Path, tmp_path: Path
-) -> None:
+def test_tasks_and_columns_of_every_kind_compute(shop_run: Path, shop_served: Path, tmp_path: Path) -> None:
     check_served(shop_run, shop_served, write_shop(tmp_path / "new.csv", 70, seed=2))
     content = json.loads((shop_served / "preprocessing.json").read_text())
     ids = {"type": "int64", "shape": ["ids of tags"]}
@@ -176,9 +174,7 @@ def test_a_program_is_loaded_without_this_project(shop_run: Path, shop_served: P
     assert largest_difference(found, predicted_columns(shop_run, new)) < 1e-6
 
 
-def test_an_export_in_shards_has_the_predictions_of_the_run(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_in_shards_predicts_alike(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
     served, again = tmp_path / "served", tmp_path / "again"
     export_run(run, served, ["tables"], None)
@@ -273,9 +269,7 @@ def custom_run(folder: Path, name: str, body: str, width: int, **sections: dict[
     return write_trained(folder / "run", clicks_config(folder, dense={"net": f"{name}:build"}, **sections))
 
 
-def test_a_custom_net_may_reshape_some_columns_and_rows_keep_their_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_custom_net_may_reshape_and_keep_row_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With float64, and bfloat16 in two tables."""
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE[:, :8].reshape(pooled_BE.shape[0], 2, 4).sum(1)"
@@ -379,9 +373,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "saved"
 
 
-def test_module_of_a_custom_loop_computes_its_outputs(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_custom_modules_are_exported(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logits, labels = torch.load(saved.with_name("expected.pt"))
     new, net = write_clicks(tmp_path / "new.csv", 70, seed=2), f"{saved.parent}/clicks_net.py:Net"
     arguments = [str(saved), "--module", net]

@@ -98,9 +98,7 @@ def test_a_resumed_run_has_finished_with_a_new_result(tmp_path: Path) -> None:
     assert restarts.is_finished(KILLED)
 
 
-def test_failure_is_reported_if_the_store_is_down(
-    restarts: Restarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_without_a_store(restarts: Restarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "find_entry", Mock(side_effect=OutageError("s3://runs: is down")))
     for decide in (restarts.is_finished, restarts.plan_restart, restarts.code_of):
         with pytest.raises(ReportedError, match=r"^worker 0 was killed; s3://runs: is down$") as ended:
@@ -182,9 +180,7 @@ def test_other_hosts_and_stores_need_the_network_of_the_machine(section: dict[st
     assert not uses_namespace(RunConfig(), parse_path("s3://bucket/runs/copy"))
 
 
-def test_a_server_that_was_refused_a_namespace_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_refused_a_namespace_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The refusal may have taken its user id."""
     servers: list[ForkServer] = []
 

@@ -287,9 +287,7 @@ def test_a_logger_that_does_not_respond_is_left_out(
 
 
 @pytest.mark.parametrize("name", ["my_logger:NoLogger", "my_logger:Missing", "absent:Logger", "wandb"])
-def test_a_logger_that_cannot_be_used_is_refused_at_the_start(
-    name: str, user_module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_logger_is_refused(name: str, user_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=rf"^cluster\.loggers = '{name}': "):
         RunLoggers(config_of(name), print)

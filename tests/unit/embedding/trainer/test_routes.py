@@ -27,6 +27,7 @@ from hybrid.updates.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
 SIZE, ROWS, MAX_IDS = 4, 9, 3
+Ids = list[list[list[int]]]  # by feature, sample and position
 SGD = OptimizerSpec("sgd", 0.5)
 POOLED = pytest.mark.parametrize("pooled_by", ["workers", "trainers"])
 TRAINING = pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
@@ -62,7 +63,7 @@ ORDERS = [FEATURES[k:] + FEATURES[:k] for k in range(len(FEATURES))]
 ORDERS += [FEATURES[::-1], ("a", "c", "s0", "b", "m", "s1", "d"), ("s1", "a", "m", "c", "d", "b", "s0")]
 
 
-def random_bags(each: Cluster, size: int = SIZE, seed: int = 5) -> list[list[list[int]]]:
+def random_bags(each: Cluster, size: int = SIZE, seed: int = 5) -> Ids:
     """Return ids by feature and sample; a multi-hot feature has 0 to 3 ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [[b % 4 if f.multi_hot else 1 for b in range(size)] for f in each.features]
@@ -137,9 +138,7 @@ def test_ids_may_be_any_integers_and_not_contiguous(stack: ExitStack, dtype: tor
     check_step(each, apart)
 
 
-def requests_for(
-    tables: Sequence[TableSpec], bags: list[list[list[int]]], multi_hot: Sequence[bool]
-) -> list[list[Item]]:
+def requests_for(tables: Sequence[TableSpec], bags: Ids, multi_hot: Sequence[bool]) -> list[list[Item]]:
     """Return the requests to each of two workers; ``tables`` has the table of each feature."""
     features = [k for k, is_multi_hot in enumerate(multi_hot) if is_multi_hot]
     placement = place(list(dict.fromkeys(tables)), 2)
@@ -253,7 +252,7 @@ def test_weights_multiply_vectors_of_sequences(stack: ExitStack, placement: str)
 
 def test_empty_sequences_and_batches_take_part_in_the_step(stack: ExitStack) -> None:
     each = cluster(stack, [ITEM, WORDS], 2, dtype=DTYPE, multi_hot=SEQUENCES_AND_TAGS)
-    empty_history: list[list[list[int]]] = [[[4], [4]], [[], []], [[], []]]
+    empty_history: Ids = [[[4], [4]], [[], []], [[], []]]
     check_step(each, features_of_bags(empty_history))
     check_step(each, features_of_bags([[], [], []]), step=1)
     none = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 3)
@@ -284,9 +283,7 @@ def test_row_shared_by_history_and_candidate_is_requested_once() -> None:
         ([[[1], [], [2, 3]], [[], [4, 5], [6, 9]]], "b, sample 2: id 9"),
     ],
 )
-def test_invalid_id_names_its_feature_and_sample(
-    stack: ExitStack, bags: list[list[list[int]]], named: str
-) -> None:
+def test_invalid_id_names_its_feature_and_sample(stack: ExitStack, bags: Ids, named: str) -> None:
     sparse, has_one_id = features_of_bags(bags), len(bags[0]) == 2
     each = cluster(stack, [A, B], 2, multi_hot="" if has_one_id else "ab")
     with pytest.raises(DataError, match=f"^feature {named} "):
