@@ -22,18 +22,10 @@ from support.stopped_runs import saved_steps
 from support.stores import BUCKET, Proxy, Store
 from torch import Tensor
 
-from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint import checkpoint_folders, deltas
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Manifest, shard_file, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.deltas import (
-    PARENT,
-    DeltaChain,
-    ModelVersion,
-    delta_folder,
-    identity_of,
-    open_delta,
-    read_changes,
-)
+from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, open_delta, read_changes
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError, HybridError, StorageError
 from hybrid.storage import files
@@ -554,15 +546,17 @@ BASE = ModelVersion(0, 3, 64 * "a", "", 1.5)
 
 def write_delta(run: StoragePath, step: int = 5) -> ModelVersion:
     """Write a delta of two tables, of which the second grows, to :data:`BASE`."""
-    partial = checkpoint_folders.begin(delta_folder(run, step))
+    partial = checkpoint_folders.begin(deltas.delta_folder(run, step))
     weight = torch.arange(4.0).view(2, 2)
     fixed = {"rows": torch.tensor([0, 7]), "weight": weight}
     grown = {"keys": torch.tensor([-5, 9]), "weight": weight, "evicted": torch.tensor([4])}
     files = write_tensors(partial, shard_file("fixed", 0, 1), fixed)
     files |= write_tensors(partial, shard_file("grown", 0, 1), grown)
-    manifest = Manifest(step, 0, {"fixed": (8, 2, 1), "grown": (0, 2, 1)}, files, {}, {PARENT: BASE.identity})
+    manifest = Manifest(
+        step, 0, {"fixed": (8, 2, 1), "grown": (0, 2, 1)}, files, {}, {deltas.PARENT: BASE.identity}
+    )
     checkpoint_folders.commit(partial, manifest)
-    return ModelVersion(1, step, identity_of(manifest), BASE.identity, 2.5)
+    return ModelVersion(1, step, deltas.identity_of(manifest), BASE.identity, 2.5)
 
 
 def test_a_chain_and_its_deltas_are_read_as_written(folder: StoragePath) -> None:

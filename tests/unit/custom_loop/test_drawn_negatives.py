@@ -13,6 +13,7 @@ from hybrid.errors import DataError
 NUM_ITEMS, NUMBER, STEPS = 10, 4, 6
 LOG_Q = torch.tensor([4.0, 2.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 5.0, 1.0]).log()
 DATA = {"item": torch.arange(4 * STEPS) % NUM_ITEMS}
+Draws = list[tuple[int, list[int]]]  # the step and the negatives of each micro-batch
 
 
 class Net(nn.Module):
@@ -37,7 +38,7 @@ def train(
     number: int = NUMBER,
     log_q: Tensor = LOG_Q,
     name: str = "negative",
-) -> list[tuple[int, list[int]]]:
+) -> Draws:
     """Run a script, which ends after step ``stop``; return the negatives of each micro-batch, with its step.
 
     Args:
@@ -65,7 +66,7 @@ def train(
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> list[tuple[int, list[int]]]:
+def expected(tmp_path: Path) -> Draws:
     (tmp_path / "plain").mkdir()
     found = train(tmp_path / "plain")
     assert [step for step, _ in found] == [*range(2 * STEPS)]
@@ -78,9 +79,7 @@ def expected(tmp_path: Path) -> list[tuple[int, list[int]]]:
     [(DATA, 'update = "lookahead"'), (DATA, "micro_batches = 2"), ("prepared", "")],
     ids=["lookahead", "micro-batches", "prepared data"],
 )
-def test_draws_depend_on_the_step_only(
-    data: Any, keys: str, tmp_path: Path, expected: list[tuple[int, list[int]]]
-) -> None:
+def test_draws_depend_on_the_step_only(data: Any, keys: str, tmp_path: Path, expected: Draws) -> None:
     found = train(tmp_path, data, keys)
     assert len(found) > STEPS
     of_parts = [each for each in expected for _ in range(1 + ("micro" in keys))]
@@ -88,16 +87,14 @@ def test_draws_depend_on_the_step_only(
 
 
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
-def test_a_restarted_script_draws_the_same_items(
-    update: str, tmp_path: Path, expected: list[tuple[int, list[int]]]
-) -> None:
+def test_a_restarted_script_draws_the_same_items(update: str, tmp_path: Path, expected: Draws) -> None:
     keys = f'update = "{update}"'
     with pytest.raises(SystemExit):
         train(tmp_path, train=keys, stop=6)
     assert train(tmp_path, train=keys) == expected[4:]
 
 
-def test_another_seed_draws_other_items(tmp_path: Path, expected: list[tuple[int, list[int]]]) -> None:
+def test_another_seed_draws_other_items(tmp_path: Path, expected: Draws) -> None:
     assert train(tmp_path, seed=1) != expected
 
 

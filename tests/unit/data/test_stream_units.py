@@ -20,15 +20,9 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split, prepare
+from hybrid.data.stream import units
 from hybrid.data.stream.stream_cursor import StreamCursor
-from hybrid.data.stream.units import (
-    FileSource,
-    LanePosition,
-    LaneReader,
-    StreamUnit,
-    fit_on_blocks,
-    with_scaling_of,
-)
+from hybrid.data.stream.units import FileSource, LanePosition, LaneReader, StreamUnit, with_scaling_of
 from hybrid.errors import ConfigError, DataError
 from hybrid.storage.remote_path import RemotePath
 
@@ -84,7 +78,7 @@ def first_unit(config: RunConfig) -> tuple[StreamUnit, FeatureEncoder]:
     files = FileSource(config, pytest.fail)
     unit = files.find(None)
     assert unit is not None
-    return unit, fit_on_blocks(config, files.sample(unit))
+    return unit, units.fit_on_blocks(config, files.sample(unit))
 
 
 def read(config: RunConfig, unit: StreamUnit, encoder: FeatureEncoder, trainers: int) -> list[list[Batch]]:

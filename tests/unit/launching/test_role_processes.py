@@ -17,13 +17,7 @@ from workers.console import Verbosity
 from workers.exit_codes import Cause, ExitCode
 from workers.launching import role_processes
 from workers.launching.fork_server import ProcessEnd
-from workers.launching.role_processes import (
-    RoleFailure,
-    RoleProcess,
-    count_oom_kills,
-    describe_failure,
-    run_role,
-)
+from workers.launching.role_processes import RoleFailure, RoleProcess, count_oom_kills, describe_failure
 from workers.rendezvous.host_setup import listen
 from workers.rendezvous.interrupt import describe_final_error
 from workers.rendezvous.secure_channel import LARGEST_FRAME
@@ -165,7 +159,9 @@ def _run_master(report: Callable[[RoleFailure], None], folder: Path, most_bytes:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))  # as a full disk
     task = ScriptTask("train.py", ())
     with listen("127.0.0.1", 0) as listener:
-        run_role(MASTER, INVALID, folder, task, Secret.fresh(), Verbosity.NORMAL, listener, report)
+        role_processes.run_role(
+            MASTER, INVALID, folder, task, Secret.fresh(), Verbosity.NORMAL, listener, report
+        )
 
 
 def end_of_master(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, RoleFailure]:

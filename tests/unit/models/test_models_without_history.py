@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from unit.models.equations import Parameters, check_model, plain_logit, plain_mlp, vectors
 
+from hybrid.models import two_towers
 from hybrid.models.dcn_v2 import DCNv2
 from hybrid.models.deepfm import DeepFM
 from hybrid.models.dense_net import DenseNet
@@ -19,14 +20,7 @@ from hybrid.models.esmm import ESMM, both_log_probabilities, entire_space_loss
 from hybrid.models.final_mlp import FinalMLP
 from hybrid.models.mmoe import MMoE
 from hybrid.models.ple import PLE
-from hybrid.models.two_towers import (
-    TwoTowers,
-    in_batch_softmax,
-    log_popularity,
-    recall_and_ndcg,
-    sampled_softmax,
-    top_items,
-)
+from hybrid.models.two_towers import in_batch_softmax, log_popularity, sampled_softmax, top_items
 from hybrid.models.wide_deep import WideAndDeep
 
 NUM_LAYERS, NUM_SPARSE, DIM, DIMS = 3, 3, 4, (3, 1, 4)
@@ -264,7 +258,7 @@ def plain_losses(temperature: float, users: Tensor, items: Tensor, log_q: Tensor
 
 
 def test_tower_outputs_have_unit_length() -> None:
-    model = TwoTowers(user_width=4, item_width=3, hidden=(6, 5), dim=2)
+    model = two_towers.TwoTowers(user_width=4, item_width=3, hidden=(6, 5), dim=2)
     check_model(model, plain_towers, vectors(5, 4, seed=1), vectors(5, 3, seed=2))
 
 
@@ -352,6 +346,6 @@ def test_more_items_than_there_are_cannot_be_the_best() -> None:
 
 
 def test_recall_and_ndcg_depend_on_the_rank_of_the_item() -> None:
-    recall, ndcg = recall_and_ndcg(torch.tensor([[4, 2, 9]] * 3), torch.tensor([4, 9, 3]))
+    recall, ndcg = two_towers.recall_and_ndcg(torch.tensor([[4, 2, 9]] * 3), torch.tensor([4, 9, 3]))
     assert recall.tolist() == [1, 1, 0]
     assert ndcg.tolist() == [1, 0.5, 0]
