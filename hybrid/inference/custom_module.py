@@ -19,6 +19,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.inference.table_modules import hash_ids
 from hybrid.inference.trained_module import TrainedModule, load_parameters, pool_bags
 from hybrid.inference.trained_run import TrainedRun
+from hybrid.storage import files
 from hybrid.user_code.user_modules import load_function
 
 _KEY = "--module"
@@ -53,7 +54,7 @@ class CustomModule(TrainedModule):
         folder = None
         file = Path(module_name)
         if file.suffix == ".py":
-            if not file.is_file():
+            if not files.is_file(file):
                 raise ConfigError(_KEY, "is not a file", module_name)
             module_name, folder = file.stem, file.parent
         token = BACKEND.set(cast(Any, _NoBackend()))

@@ -28,6 +28,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("compare --set embedding.wire_dtype=bfloat16", "embedding.wire_dtype = 'bfloat16':", "must be rows"),
         ("compare --steps 0", "--steps = 0:", "at least 1"),
         ("run train", "SCRIPT = 'train':", ""),
+        (f"run {'x' * 300}", f"{'x' * 300}:", "File name too long"),
         ("master --script train.py", "SCRIPT = 'train.py':", ""),
         ("master --script train.py --resume run", "--resume = 'run':", "cluster.resume"),
         ("launch --resume nothing", "--resume = 'nothing':", ""),

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from hybrid.errors import HybridError
 from hybrid.module_imports import exclude_working_directory
@@ -19,7 +18,7 @@ from workers.console import logging_to_stderr, print_line, tolerate_lost_output,
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
 
 # Numba reads this file in the working directory. The file can name a folder of compiled code to load.
-_NUMBA_FILE = Path(".numba_config.yaml")
+_NUMBA_FILE = ".numba_config.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tolerate_lost_output(_name(options), run_continues=is_run) as lost,
             logging_to_stderr(options.verbosity),
         ):
-            if uses_torch and _NUMBA_FILE.exists():
+            if uses_torch and os.path.exists(_NUMBA_FILE):
                 rule = "in the working directory would configure numba; remove it, or set NUMBA_... variables"
                 raise HybridError(f"{_NUMBA_FILE} {rule}")
             try:

@@ -150,7 +150,7 @@ def run_command(options: argparse.Namespace) -> None:
 
 
 def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
-    if not Path(path).is_file():
+    if not files.is_file(Path(path)):
         raise ConfigError("SCRIPT", "is not a file", path)
     return ScriptTask(path, tuple(arguments))
 

@@ -177,7 +177,7 @@ class Script(Backend):
     """
 
     def __init__(self, index: int, config: RunConfig, task: ScriptTask, settings: Sequence[str] = ()) -> None:
-        if not Path(task.path).is_file():
+        if not os.path.isfile(task.path):
             rule = f"is not a file on host {socket.gethostname()}; it must exist on the hosts of all trainers"
             raise ConfigError("SCRIPT", rule, task.path)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"

@@ -55,7 +55,7 @@ def run_path(config: RunConfig) -> StoragePath:
         return parse_path(config.run.folder)
     first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 2
-    while path.exists():  # another run started in the same second
+    while files.exists(path):  # another run started in the same second
         path = first.with_name(f"{first.name}.{number}")
         number += 1
     return path

@@ -414,6 +414,7 @@ def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.M
         (saved, "clicks_net.py", "'clicks_net.py': "),
         (saved, ":Net", "':Net': must be"),
         (saved, "missing/clicks_net.py:Net", "'missing/clicks_net.py': "),
+        (saved, f"{'x' * 300}.py:Net", "File name too long"),
         (saved, "other/clicks_net.py:Net", "module of this name is .*"),
         (saved, "scripts/code.py:InteractiveConsole", "module of this name is .*code.py"),
         (run, "clicks_net.py:Net", r"has item, tags, user, Net has tags\.max"),
