@@ -5,7 +5,7 @@
     ├── DataError         input data cannot be used
     ├── CheckpointError   a checkpoint is missing, broken, or of another model
     ├── StorageError      a store refuses a request, or the system refuses a path
-    │   └── OutageError   a store is down, overloaded, or out of reach
+    │   └── OutageError   a store or a broker is down, overloaded, or out of reach
     ├── NonFiniteError    a loss or gradient is infinite or not a number
     └── ClusterError      a role is missing, failed, or was lost
 
@@ -76,7 +76,7 @@ class StorageError(HybridError, OSError):
 
 
 class OutageError(StorageError):
-    """A store is down, overloaded or out of reach, and remained so during all attempts."""
+    """A store or a broker is down, overloaded or out of reach, and remained so during all attempts."""
 
 
 class NonFiniteError(HybridError):

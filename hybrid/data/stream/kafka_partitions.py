@@ -35,11 +35,12 @@ from hybrid.data.parse.input_files import find_side_files
 from hybrid.data.parse.sources import RawBlock, parse
 from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import MAX_LEADING_INVALID, InvalidRow, InvalidRowLog, InvalidRowReport
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError, DataError, OutageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import parse_path
 
 _REQUEST_SECONDS = 30.0
+_OUTAGES = ("_TRANSPORT", "_TIMED_OUT", "_RESOLVE", "_ALL_BROKERS_DOWN")  # errors that may pass
 _FETCH_MESSAGES, _FETCH_SECONDS = 1 << 13, 0.1
 _MAX_HELD = 1 << 15  # messages of a partition that wait for those of other partitions
 _SAMPLED_ROWS = 1 << 18
@@ -110,7 +111,7 @@ class Topic:
     Raises:
         ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, or there are fewer
             partitions than trainers, or more than rows in a step.
-        DataError: the topic does not exist, or no broker responds. Methods raise it, too.
+        DataError: the topic does not exist. OutageError: no broker responds. Methods raise them, too.
     """
 
     poll_seconds = 0.1
@@ -140,8 +141,7 @@ class Topic:
     def count_rows(self, unit: StreamUnit) -> list[int]:
         """Return the number of offsets of each partition from the position of ``unit`` to the end.
 
-        Raises:
-            DataError: the topic has another name or number of partitions than ``unit``, or has lost offsets.
+        DataError if the topic has another name or number of partitions than ``unit``, or has lost offsets.
         """
         count = self._count_partitions()
         if (unit.name, len(unit.offsets)) != (self.name, count):
@@ -206,13 +206,14 @@ def _convert_errors(topic: str) -> Iterator[None]:
     try:
         yield
     except _import_kafka().KafkaException as error:
-        raise DataError(f"{topic}: {error.args[0].str()}; check data.stream") from error
+        kind = OutageError if error.args[0].name() in _OUTAGES else DataError
+        raise kind(f"{topic}: {error.args[0].str()}; check data.stream, and the brokers") from error
 
 
 def _read_steps(
     config: RunConfig, unit: StreamUnit, partitions: Sequence[int], is_over: threading.Event
 ) -> Generator[list[Any], None, None]:
-    """Yield the messages of each step until ``is_over``; DataError if offsets are lost or a request fails."""
+    """Yield the messages of each step until ``is_over``; raise the errors of :class:`Topic`."""
     kafka, rows = _import_kafka(), _rows_of_step(config, unit)
     fetched: dict[int, deque[Any]] = {p: deque() for p in partitions}  # messages of later steps
     ends = {p: unit.offsets[p] for p in partitions}  # the first offset that is not yet fetched

@@ -20,7 +20,7 @@ from hybrid.data.parse.column_check import check_columns
 from hybrid.data.stream.kafka_partitions import Topic, advance_unit
 from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit, fit_on_blocks
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError, DataError, OutageError
 
 BATCH = 10
 
@@ -180,6 +180,13 @@ def test_topic_that_does_not_fit_is_refused(kafka: MockKafka) -> None:
             topic.count_steps(changed)
     with open_reader(config, encoder, late, 0, 1).batches() as stream, pytest.raises(DataError, match="fits"):
         next(stream)
+
+
+@pytest.mark.long
+def test_unreachable_brokers_are_an_outage(kafka: MockKafka) -> None:
+    stream = "data.stream = \"kafka(brokers = '127.0.0.1:1', topic = 'any')\""
+    with pytest.raises(OutageError, match="any: "):
+        Topic(configure(kafka, "any", stream))
 
 
 def test_properties_of_a_file_reach_the_client(kafka: MockKafka, tmp_path: Path) -> None:
