@@ -23,7 +23,8 @@ NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}(:[0-9]{2}){1,2}(\.[0-9]+)?(Z|[+-][0-9]{2}:?[0-9]{2})?)?"
 Value = str | float | None  # of a categorical column; None if it is missing
 
-folder, samples = Path(sys.argv[1]), list(csv.DictReader(Path(sys.argv[2]).read_text().splitlines()))
+folder, lines = Path(sys.argv[1]), Path(sys.argv[2]).read_text("utf-8-sig").split("\n")
+samples = list(csv.DictReader(lines))
 spec = json.loads((folder / "preprocessing.json").read_text(encoding="utf-8"))
 row_of = {f["name"]: {value: i + 1 for i, value in enumerate(f["values"])} for f in spec["sparse"]}
 
