@@ -41,7 +41,7 @@ for host in $(printf '%s\n' "$master" "${trainers[@]}" "${workers[@]}" | sort -u
         exit 1
     fi
 done
-stopped=0 code=143
+stopped=0 code=143 failed=
 trap 'stopped=1; exec 3>&-' INT TERM HUP
 for ((restart = 0; restart <= most_restarts; restart++)); do
     $HYBRID secret "$folder/secret" >"$folder/said" || exit 1
@@ -68,8 +68,11 @@ for ((restart = 0; restart <= most_restarts; restart++)); do
             ended=$?
         done
         if ((ended > code)); then code=$ended; fi
+        # A restart would fail in the same way, and the other roles may wait for this one: terminate them.
+        if ((ended == 1 || ended == 2)); then failed=${failed:-$ended} && exec 3>&-; fi
     done
     exec 3>&-
+    code=${failed:-$code}
     # 75: a restart may help; 137: a role was killed; 255: a connection broke. docs/failures.md lists the codes.
     case $code in
         75 | 137 | 255) ((stopped || restart == most_restarts)) && break ;;

@@ -149,13 +149,13 @@ def test_restart_by_slurm_ends_with_the_bits_of_an_uninterrupted_run() -> None:
     assert ended.stdout.endswith("\nthe result is bit-identical to that of an uninterrupted run\n")
 
 
-# The role that hosts.sh starts: records its arguments, and waits for SIGTERM or for the file "end".
+# The role that hosts.sh starts: records its arguments, and waits for SIGTERM or for a file "end".
 ROLE = """
 case $1 in secret) echo a-secret >"$2"; exit;; esac
 echo "$HYBRID_SECRET $@" >>"roles/$HOST-$1"
 trap 'echo stopped >>"roles/$HOST-$1"; exit 143' TERM
-while [ ! -e end ]; do /bin/sleep 0.02; done
-exit $(<end)
+until [ -e end ] || [ -e "end-$1" ]; do /bin/sleep 0.02; done
+exit $(/bin/cat end "end-$1")
 """
 
 
@@ -226,3 +226,12 @@ def test_hosts_sh_restarts_roles_if_useful(code: int, hosts: subprocess.Popen[by
     assert hosts.wait(SECONDS) == 1
     pauses = [int(line) for line in (tmp_path / "pauses").read_text().split()]
     assert pauses == ([5, 10, 20, 40, 80, 80, 80, 80, 80, 80] if code == 255 else [0] * 10)[: len(pauses)]
+
+
+def test_hosts_sh_ends_if_a_master_fails_at_start(hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """The other roles would wait for a master, and a restart would fail in the same way."""
+    assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
+    (tmp_path / "next").write_text("2")
+    (tmp_path / "next").rename(tmp_path / "end-master")
+    assert hosts.wait(SECONDS) == 2
+    assert sum(each.count("stopped") for each in lines(tmp_path).values()) == 3
