@@ -205,6 +205,13 @@ def test_init_sets_the_distribution_of_initial_rows(kind: Any) -> None:
     assert not zeros_RD.any()
 
 
+@pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
+def test_rows_are_stored_in_bfloat16(kind: Any) -> None:
+    _, rows_RD = rows(hybrid.connect(), kind(9, 4, dtype=torch.bfloat16))
+    assert rows_RD.dtype is torch.float32
+    assert torch.equal(rows_RD, rows_RD.bfloat16().float())
+
+
 class Shared(nn.Module):
     """Tables in a list, one of them twice."""
 
