@@ -82,19 +82,19 @@ class Predictions(NamedTuple):
         """
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
-        weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))
+        weights_NT = torch.ones_like(labels_NT) if self.weights is None else by_task(self.weights, len(tasks))
         outputs = split_outputs(
             self.tie_equal_samples().outputs, [task.num_outputs for task in tasks.values()]
         )
         for t, (name, outputs_N) in enumerate(zip(tasks, outputs, strict=True)):
-            counts_N = slice(None) if weights_NT is None else weights_NT[:, t] > 0
+            counts_N = weights_NT[:, t] > 0
             of_task = task_metrics(
                 name,
                 tasks[name],
                 outputs_N[counts_N],
                 labels_NT[counts_N, t],
                 None if self.groups is None else self.groups[counts_N],
-                weights_NT[counts_N, t] if is_weighted and weights_NT is not None else None,
+                weights_NT[counts_N, t] if is_weighted else None,
             )
             metrics |= {metric_name(tasks, name, metric): value for metric, value in of_task.items()}
         return metrics
@@ -331,8 +331,7 @@ class Ranking:
         behind_N = self.group_sizes_G[self.groups_N] - tie_ranks_N - (self.tie_sizes_R[self.ties_N] + 1) / 2
         won_G = _sums(self.groups_N, np.where(is_positive_N, behind_N, 0))
         won_G -= positives_G * (positives_G - 1) / 2
-        has_pairs_G = pairs_G > 0
-        return _average(won_G[has_pairs_G] / pairs_G[has_pairs_G], self.group_sizes_G[has_pairs_G])
+        return _mean_ratio(won_G, pairs_G, self.group_sizes_G)
 
     def ndcg(self, k: int) -> float:
         """Return the mean over groups of the gain of the first ``k`` samples, divided by the largest gain.
@@ -364,7 +363,7 @@ class Ranking:
         ranks_G = self.ranks_N[self._first_R[ties_G]]
         cases_G3 = np.stack([ranks_G, self.tie_sizes_R[ties_G], relevant_R[ties_G]], axis=1)
         cases, counts = np.unique(cases_G3, axis=0, return_counts=True)
-        return _average(np.array([_mean_reciprocal_rank(*case) for case in cases.tolist()]), counts)
+        return float(np.average([_mean_reciprocal_rank(*case) for case in cases.tolist()], weights=counts))
 
 
 def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
@@ -381,13 +380,13 @@ def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
     return float((probabilities / (rank + ahead + 1)).sum())
 
 
-def _mean_ratio(values_G: Floats, totals_G: Floats) -> float:
-    is_positive_G = totals_G > 0
-    return _average(values_G[is_positive_G] / totals_G[is_positive_G], np.ones(int(is_positive_G.sum())))
-
-
-def _average(values_G: Floats, weights_G: Floats | Integers) -> float:
-    return float(np.average(values_G, weights=weights_G)) if len(values_G) else float("nan")
+def _mean_ratio(values_G: Floats, totals_G: Floats, weights_G: Integers | None = None) -> float:
+    """Return the weighted mean of value / total over groups with a total above 0; NaN without such groups."""
+    own_G = np.flatnonzero(totals_G > 0)
+    if not len(own_G):
+        return float("nan")
+    weights = None if weights_G is None else weights_G[own_G]
+    return float(np.average(values_G[own_G] / totals_G[own_G], weights=weights))
 
 
 def _sums(groups_N: Integers, values_N: npt.NDArray[Any]) -> Floats:
