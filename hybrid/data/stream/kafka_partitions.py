@@ -134,8 +134,7 @@ class Topic:
         if last is None:
             is_latest = self._config.data.stream_call["start"] == "latest"
             edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
-            offsets = tuple(self._edges(edge, self._count_partitions()))
-            last = StreamUnit(0, self.name, (), offsets=offsets)
+            last = StreamUnit(0, self.name, (), offsets=(*self._edges(edge, self._count_partitions()),))
         return replace(last, side_files=find_side_files(self._config.data))
 
     def count_rows(self, unit: StreamUnit) -> list[int]:
