@@ -89,7 +89,8 @@ class Bottom(nn.Module):
         return dense_BF
 
     def _detect_checkpoint(self, *_: object) -> None:
-        self._faults.reach("checkpoint")
+        if self._steps:  # a net that is loaded also returns its state
+            self._faults.reach("checkpoint")
 
 
 def _detect_shutdown(faults: Faults) -> None:
