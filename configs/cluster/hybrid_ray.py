@@ -145,7 +145,8 @@ class Cluster:
             del self._outputs[ready[0]]
             if output and not code and output not in STOPPED:
                 report(f"{name} ended with {output}")
-            code = max(code, output)
+            if not 0 < code < AGAIN:  # 1 and 2 permit no restart, even if other roles miss the failed role
+                code = max(code, output)
         return code
 
     def stop(self) -> None:

@@ -169,6 +169,14 @@ def test_error_of_a_script_ends_the_command(nodes: RayNodes, tmp_path: Path) -> 
     assert RESTARTED not in ended.stderr
 
 
+def test_error_of_the_master_ends_the_command(nodes: RayNodes, tmp_path: Path) -> None:
+    """The other roles do not find the master, and end with an exit code that permits a restart."""
+    with job(nodes, tmp_path, "--config", "nowhere.toml") as running:
+        ended = running.command.wait(SECONDS)
+    assert ended.code == 1
+    assert RESTARTED not in ended.stderr
+
+
 def raylet(node: Any) -> int:
     """Return the process id of a node's raylet."""
     pid: int = node.all_processes["raylet"][0].process.pid
