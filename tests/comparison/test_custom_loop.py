@@ -110,18 +110,28 @@ for cluster, model, size in zip(clusters, models, sizes):
         assert torch.equal(cluster.plain_module()[0].weight, plain[0].weight) is is_equal
 """
 
+# A folder that each host has for itself: the path is the same, and the checkpoints have the same step.
+LOAD_OTHER = """
+import os
+cluster.save(f"{sys.argv[1]}/0/copy", memory)
+cluster.save(f"{sys.argv[1]}/1/copy")
+os.dup2(os.open(f"{sys.argv[1]}/{cluster.rank}", os.O_RDONLY), 199)
+cluster.load("/proc/self/fd/199/copy")
+"""
+
 
 @pytest.mark.parametrize(
     ("line", "message", "update"),
     [
         ("import asyncio; raise asyncio.CancelledError", "has ended with CancelledError", "sync"),
         ("cluster.save(f'{sys.argv[1]}/{cluster.rank}')", "save different folders: /.*, and /", "lookahead"),
+        (LOAD_OTHER, "make different requests: load, and load", "sync"),
     ],
 )
 def test_each_module_of_a_script_has_its_own_tables(
     line: str, message: str, update: str, clusters: Clusters, tmp_path: Path
 ) -> None:
-    """Only the last line fails."""
+    """Only the last lines fail."""
     (tmp_path / "script.py").write_text(TWO_MODULES + line)
     with pytest.raises(CaseError, match=message):
         clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), tmp_path, update=update)

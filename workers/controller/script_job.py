@@ -101,9 +101,9 @@ class ScriptJob:
                     response = self._save(scripts[0], *arguments)
                 case "resume", (folder,) if task.scratch is not None:
                     record_script_checkpoints(task.scratch, folder)
-                case "load", (folder, step, number):
-                    call = HostedModule.load
-                    loads = [t.call(call, folder, step, timeout_seconds=bulk) for t in self._tables[number]]
+                case "load", (folder, manifest, number):
+                    source = HostedModule.load, folder, manifest.step
+                    loads = [t.call(*source, timeout_seconds=bulk) for t in self._tables[number]]
                     transport.gather(loads)
             transport.gather([script.call(Script.respond, response) for script in scripts])
         if task.scratch is not None:
@@ -251,7 +251,7 @@ class Script(Backend):
             raise CheckpointError(message) from error_class(kind)(message)
 
     def load(self, number: int, stored: Checkpoint) -> None:
-        self._send("load", stored.folder.absolute(), stored.manifest.step, number)
+        self._send("load", stored.folder.absolute(), stored.manifest, number)
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
