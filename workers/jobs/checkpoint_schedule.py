@@ -125,7 +125,7 @@ class RunProgress:
             "samples": self.samples,
             "seconds": self.seconds,
             "skipped_steps": self.skipped_steps,
-            "undefined": self.undefined,
+            "undefined": [*self.undefined],
             "interval_num_steps": self.interval.num_steps,
             "interval_seconds": self.interval.seconds,
         }

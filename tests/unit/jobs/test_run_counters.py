@@ -44,6 +44,7 @@ def count(calls: Sequence[range]) -> RunProgress:
 def restored(counts: RunProgress, folder: Path) -> RunProgress:
     """Return the counts from a checkpoint."""
     values, tensors = counts.pack()
+    counts.undefined.append(99)  # the checkpoint is written while training continues
     write_tensors(folder, "progress", tensors)
     return RunProgress.unpack(counts.step, json.loads(json.dumps(values)), load_file(folder / "progress"))
 
@@ -57,6 +58,7 @@ def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, t
         counts = restored(counts, tmp_path)
     counts.add(reports(range(cut, 7)), 0.25 * (7 - cut))
     assert (counts.samples, counts.skipped_steps) == (whole.samples, whole.skipped_steps) == (70, 7)
+    assert counts.undefined == []
     interval = counts.interval
     assert counts.seconds == interval.seconds == 1.75
     assert (counts.step, interval.num_steps, interval.num_samples) == (7, 7, 70)
