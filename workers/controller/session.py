@@ -106,6 +106,7 @@ class Session:
         self._data_folder = data_folder
         self.encoder = encoder or FeatureEncoder.identity(input_spec)
         self._total_steps = total_steps
+        self.recorded = recorded_steps(config.profile, 0, total_steps)  # an error must precede the work
         source = None if data_folder is None else str(data_folder.absolute())
         values_of = source if encoder_folder is None else str(encoder_folder)
         self.initial = InitialModel(config, input_spec, values_of, warn) if is_new else None
@@ -137,7 +138,7 @@ class Session:
         if self.initial is not None:
             self.initial.notes += self.initial.describe_matches(matches)
             self._load_initial_nets(self.initial, remote_net)
-        self._start_recording(steps_before=0)
+        self._start_recording()
 
     def describe_model(self) -> tuple[str, str]:
         """Return a line about the dense net and a line about the tables: sizes and learning rates."""
@@ -204,8 +205,7 @@ class Session:
             raise ConfigError("profile.steps", rule, self.config.profile.steps)
         return profile
 
-    def _start_recording(self, steps_before: int) -> None:
-        self.recorded = recorded_steps(self.config.profile, steps_before, self._total_steps)
+    def _start_recording(self) -> None:
         if self.recorded:
             transport.gather([each.call(JobObject.record, self.recorded) for each in self._objects])
 
@@ -274,7 +274,8 @@ class Session:
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to continue training; RemoteError if a role finds another model in it."""
         self.restore(stored)
-        self._start_recording(stored.manifest.step)
+        self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
+        self._start_recording()
 
     def restore(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to evaluate it; RemoteError if a role finds another model in it."""
