@@ -135,20 +135,23 @@ class Quantiles(NamedTuple):
         if len(kept.values) <= MAX_KEPT:
             return kept
         half = MAX_KEPT // 2
-        step = kept.weights.sum() / half
-        return Quantiles(kept._at_ranks((np.arange(half) + 0.5) * step), np.full(half, step))
+        values, ends = kept._sort()
+        step = ends[-1] / half
+        index = ends.searchsorted((np.arange(half) + 0.5) * step, side="right")
+        return Quantiles(values[index], np.full(half, step))
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
         """Return the bounds of ``buckets`` equally full buckets; fewer if numbers are equal or missing."""
         if not len(self.values):
             return ()
-        bounds = np.unique(self._at_ranks(self.weights.sum() * np.arange(1, buckets) / buckets))
-        return tuple(bounds[bounds > self.values.min()].tolist())
+        values, ends = self._sort()
+        ranks = ends[-1] * np.arange(1, buckets) / buckets
+        bounds = np.unique(values[ends.searchsorted(ranks, side="right")])
+        return tuple(bounds[bounds > values[0]].tolist())
 
-    def _at_ranks(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        order = self.values.argsort()
-        ends = self.weights[order].cumsum()
-        return self.values[order[np.searchsorted(ends, ranks, side="right")]]
+    def _sort(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        order = self.values.argsort(kind="stable")  # the same order on every processor
+        return self.values[order], self.weights[order].cumsum()
 
 
 class ValueCounts(NamedTuple):
