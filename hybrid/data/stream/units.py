@@ -260,7 +260,7 @@ class LaneReader:
         self, config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
     ) -> None:
         self._config, self._encoder, self._unit = config, encoder, unit
-        self._layout = unit.layout(config)
+        self._layout, self._spec = unit.layout(config), encoder.input_spec
         num_lanes = min(config.data.stream_call["lanes"], config.train.batch_size)
         segments = unit.segments(self._layout)
         of_lanes = [segments[lane::num_lanes] for lane in range(num_lanes)]
@@ -306,7 +306,7 @@ class LaneReader:
                 return
             self._positions[step] = self._current()
             self._positions.pop(step - _KEPT_POSITIONS, None)
-            yield block_batch(concatenate(parts), self._encoder.input_spec)
+            yield block_batch(concatenate(parts), self._spec)
             # One lane a step reads ahead, so that no step waits until all lanes have parsed a block.
             behind = min(self._lanes.values(), key=lambda lane: lane.num_ready)
             if behind.num_ready < BLOCK_ROWS:
