@@ -118,9 +118,10 @@ def build_directory(target: Path) -> Iterator[Path | None]:
     killed processes have left beside ``target``.
     """
     with ExitStack() as stack:
-        if not target.exists():
+        if not (is_built := target.exists()):
             stack.enter_context(hold_lock(target))
-        if target.exists():
+            is_built = target.exists()
+        if is_built:
             yield None
             return
         folder = target.with_name(_UNFINISHED + target.name)
