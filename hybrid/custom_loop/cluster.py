@@ -517,8 +517,14 @@ class Cluster:
             RuntimeError: a step is incomplete: ``optimizer.step()`` has not followed :meth:`backward`.
         """
         stored = Checkpoint.open(parse_path(folder))
+        damage = ""
         if self.rank == 0:
-            stored.manifest.verify(stored.files_folder)
+            try:
+                stored.manifest.verify(stored.files_folder)
+            except CheckpointError as error:
+                damage = str(error)
+        if damage := self._require_loop().trainers.gather_json(damage)[0]:
+            raise CheckpointError(damage)
         self._load(stored, objects)
         if self._stream is not None:
             self._stream.scale_as(stored)

@@ -119,6 +119,20 @@ os.dup2(os.open(f"{sys.argv[1]}/{cluster.rank}", os.O_RDONLY), 199)
 cluster.load("/proc/self/fd/199/copy")
 """
 
+LOAD_ALTERED = """
+from pathlib import Path
+from hybrid.errors import CheckpointError
+if cluster.rank == 0:
+    for path in Path(f"{sys.argv[1]}/5/tables").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"~")
+cluster.mean(torch.zeros(1))  # waits for trainer 0
+try:
+    cluster.load(f"{sys.argv[1]}/5")
+except CheckpointError:
+    cluster.load(f"{sys.argv[1]}/new-5")
+    raise ValueError("every trainer has loaded the other one")
+"""
+
 
 @pytest.mark.parametrize(
     ("line", "message", "update"),
@@ -126,6 +140,7 @@ cluster.load("/proc/self/fd/199/copy")
         ("import asyncio; raise asyncio.CancelledError", "has ended with CancelledError", "sync"),
         ("cluster.save(f'{sys.argv[1]}/{cluster.rank}')", "save different folders: /.*, and /", "lookahead"),
         (LOAD_OTHER, "make different requests: load, and load", "sync"),
+        (LOAD_ALTERED, "every trainer has loaded the other one", "sync"),
     ],
 )
 def test_each_module_of_a_script_has_its_own_tables(
