@@ -314,6 +314,7 @@ class Checkpoints:
     def _begin_delta(self, now: RunProgress) -> None:
         chain, start = self._chain, time.perf_counter()
         assert chain is not None
+        self._delta_begun_at, self._delta_step = time.monotonic(), now.step
         with self._warn_on_failure(now.step):
             folder = delta_folder(self.run.checkpoint_root, now.step)
             manifest = self._manifest(now, {PARENT: chain.last.identity}, {})
@@ -330,6 +331,7 @@ class Checkpoints:
         progress, reports = now.pack()
         manifest = self._manifest(now, {**progress, BEST: best}, dict(now.metrics or {}))
         saving = self.session.begin_save(folder, manifest, reports, in_background)
+        self._delta_begun_at, self._delta_step = time.monotonic(), now.step
         self._start("checkpoint", saving, best, start)
         if in_background and not (saving.is_copied or self._has_warned_of_wait):
             self._has_warned_of_wait = True
@@ -341,11 +343,11 @@ class Checkpoints:
 
     def _start(self, kind: str, saving: HeldCheckpoint, best: Best | None, start: float) -> None:
         """Begin to write what the roles hold; if it is no copy, wait for the end."""
-        self._delta_begun_at, self._delta_step = time.monotonic(), saving.manifest.step
-        self._pending = pending = _PendingCheckpoint(kind, saving.manifest.step, best, Future())
+        pending = _PendingCheckpoint(kind, saving.manifest.step, best, Future())
         arguments = saving, pending, start
         # A daemon thread does not keep a failed process alive.
         threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
+        self._pending = pending  # a thread that cannot start completes nothing
         if not saving.is_copied:
             self._await(pending)
 
