@@ -145,8 +145,9 @@ class Cluster:
             del self._outputs[ready[0]]
             if output and not code and output not in STOPPED:
                 report(f"{name} ended with {output}")
-            if not 0 < code < AGAIN:  # 1 and 2 permit no restart, even if other roles miss the failed role
-                code = max(code, output)
+            # 1 and 2 permit no restart, even if roles that miss the failed one end earlier, with 75.
+            final = [each for each in (code, output) if 0 < each < AGAIN]
+            code = final[0] if final else max(code, output)
         return code
 
     def stop(self) -> None:
