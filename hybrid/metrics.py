@@ -82,19 +82,19 @@ class Predictions(NamedTuple):
         """
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
-        weights_NT = torch.ones_like(labels_NT) if self.weights is None else by_task(self.weights, len(tasks))
+        weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))
         outputs = split_outputs(
             self.tie_equal_samples().outputs, [task.num_outputs for task in tasks.values()]
         )
         for t, (name, outputs_N) in enumerate(zip(tasks, outputs, strict=True)):
-            counts_N = weights_NT[:, t] > 0
+            counts_N = slice(None) if weights_NT is None else weights_NT[:, t] > 0
             of_task = task_metrics(
                 name,
                 tasks[name],
                 outputs_N[counts_N],
                 labels_NT[counts_N, t],
                 None if self.groups is None else self.groups[counts_N],
-                weights_NT[counts_N, t] if is_weighted else None,
+                weights_NT[counts_N, t] if is_weighted and weights_NT is not None else None,
             )
             metrics |= {metric_name(tasks, name, metric): value for metric, value in of_task.items()}
         return metrics

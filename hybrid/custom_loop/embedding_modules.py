@@ -286,8 +286,9 @@ class TableModule(nn.Module):
 
     def spec(self, name: str, bytes_per_value: int) -> TableSpec:
         """Return the table's specification; ``name`` is its path in the distributed module."""
-        spec = replace(self._spec, name=name, features=(name,), optimizer=self.optimizer)
-        return replace(spec, bytes_per_value=bytes_per_value)
+        return replace(
+            self._spec, name=name, features=(name,), optimizer=self.optimizer, bytes_per_value=bytes_per_value
+        )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
         """Set the name, and the loop that looks up vectors; RuntimeError if the table already has a loop."""

@@ -109,7 +109,8 @@ def _apply(delta: Checkpoint, model: ConfiguredModule, changes: Changes) -> None
         rows_U, weight_UD, evicted_E = map(torch.from_numpy, arrays)
         if isinstance(table, GrowingTable):
             table.update(rows_U, weight_UD, evicted_E)
-        elif isinstance(table, torch.nn.Embedding):
+        else:
+            assert isinstance(table, torch.nn.Embedding)
             table.weight[rows_U] = weight_UD.to(table.weight.dtype)
     if FILE_NAME in delta.manifest.files:
         dense = FeatureEncoder.load(delta.files_folder, with_values=False).dense

@@ -180,8 +180,8 @@ class Training:
             step = self._now.step
             checkpoint_folders.remove_after(self._run, step)
         unit = session.unit.name if session.unit else ""
-        resumed_at = step, not self._now.owes_evaluation, unit
-        opened = RunFolder(self._task.folder, self._config, *resumed_at, loggers)
+        is_evaluated = not self._now.owes_evaluation
+        opened = RunFolder(self._task.folder, self._config, step, is_evaluated, unit, loggers)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}
