@@ -298,7 +298,7 @@ class CallSignatures:
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
     def property_of(self, dotted: str) -> Call:
-        """Return a property of a section, which parses the value of the section's key ``dotted``."""
+        """Return a property that parses a section's key ``dotted``; the annotation is for reads of it."""
         name = dotted.rpartition(".")[2]
         return property(lambda section: self.parse(dotted, getattr(section, name)))  # type: ignore[return-value]
 

@@ -338,6 +338,6 @@ def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int
 
 
 def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return a copy of the local rows, since RPC would send the whole storage of a view."""
+    """Copy this trainer's rows; ``rows`` counts them by trainer. RPC sends the whole storage of a view."""
     start = sum(rows[: group.rank()])
     return all_BX[start : start + rows[group.rank()]].clone()

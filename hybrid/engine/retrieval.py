@@ -42,7 +42,7 @@ class RetrievalLoss:
     def __call__(self, outputs_BO: Tensor, batch: Batch) -> Tensor:
         """Return the contribution of local samples to the loss of the global batch.
 
-        Samples with weight 0, such as items that were not chosen, are left out, also as negatives of others.
+        Samples of weight 0, such as items that a user did not choose, are neither positives nor negatives.
         """
         assert batch.weights is not None, "the label is a weight"
         assert batch.total_weights is not None, "batches with weights have their totals"

@@ -1,6 +1,6 @@
-"""Tables of a checkpoint as modules: growing tables in memory, and any tables in memory-mapped files.
+"""Tables of a checkpoint as modules: growing tables in memory, and tables of both kinds in mapped files.
 
-For a key without a row, a growing table returns the initial row, or zeros (``unknown`` of ``Growth``).
+For a key without a row, a growing table returns the initial row or zeros, as ``Growth.unknown`` says.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -180,7 +180,7 @@ class _Lines:
         return self._text[self.starts[i] : self._ends[i]]
 
     def parse(self, first_line: int) -> TableBlock:
-        """Return the rows; the first line has the number ``first_line`` there."""
+        """Return the rows; the first of these lines is line ``first_line`` of the file, counted from 1."""
         lengths, first = self._ends - self.starts, self._bytes[self.starts]
         self.keep &= lengths > 0
         # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no

@@ -159,10 +159,10 @@ class FileSource:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of up to 32 evenly spread segments of the unit.
+        """Yield a sample of the unit: of up to 32 evenly spread segments, the first block of each.
 
         Raise ConfigError if a file lacks a column, StorageError if a file is refused, and DataError if there
-        is no unit, it cannot be read, or the first 10,000 rows of the sample (or all) are invalid.
+        is no unit, it cannot be read, or none of the sample's first 10,000 rows is valid (of all, if fewer).
         """
         if unit is None:
             paths = ", ".join(self._config.data.path)
@@ -230,7 +230,7 @@ class Lane:
         return bool(self._ready)
 
     def read_until(self, end: int) -> list[EncodedBlock]:
-        """Return the rows before row ``end`` of the lane, and at least one; [] at the end of the lane."""
+        """Return the next rows, up to row ``end`` of the lane, or one row if it is passed; [] at its end."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
