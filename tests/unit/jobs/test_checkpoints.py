@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from support.checkpoints import Call, names
@@ -151,6 +152,23 @@ def test_a_checkpoint_follows_a_thousand_deltas(start: Start, monkeypatch: pytes
     for step in range(1, 1006):
         run.at(step)
     assert run.role.saved_steps == [1, 1002]
+
+
+def test_a_failed_delta_is_followed_by_a_checkpoint_when_one_is_due(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(every_steps=0, deltas="every(steps = 3)")
+    run.at(3)
+    with monkeypatch.context() as patches:
+        refuse = Mock(side_effect=CheckpointError(NO_ROOM))
+        patches.setattr(Role, "begin_delta", refuse)
+        run.at(6)
+    assert len(run.warnings) == refuse.call_count == 1
+    stored = []
+    for step in (7, 8, 9):
+        run.at(step)
+        stored.append(run.stored)
+    assert stored == [[3], [3], [3, 9]]
 
 
 def test_checkpoints_are_due_by_minutes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
