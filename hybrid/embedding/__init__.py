@@ -2,7 +2,7 @@
 
 ``table_spec`` describes a table. ``placement`` assigns rows to workers. ``initial_rows`` fills new tables
 with random rows, or with rows that ``stored_matrix`` and ``saved_tables`` read from files and other runs.
-``bags`` has requests and pooling, and ``row_gradients`` sums gradients by row. ``kernels`` are compiled by
-numba. The packages ``trainer`` and ``worker`` are the two sides; neither imports the other. ``table_source``
-has the calls of the trainer.
+``table_source`` declares the methods that a trainer calls on a worker. ``bags`` defines the requests of a
+lookup, and pools bags. ``row_gradients`` sums gradients by row. ``kernels`` are compiled by numba. The
+packages ``trainer`` and ``worker`` are the two sides; neither imports the other.
 """

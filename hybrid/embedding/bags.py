@@ -1,4 +1,4 @@
-"""Bags of ids, each pooled into one vector: the requests of a lookup, and pooling."""
+"""The requests of a lookup, which consist of bags of ids, and the pooling of each bag into one vector."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
 def has_marks(items: Sequence[Item]) -> bool:
-    """Return whether a lookup ends with :data:`MARKS`, so that its gradients tell which bags are not used."""
+    """Return whether the last request is :data:`MARKS`.
+
+    The gradients of such a lookup end with a number for each bag and table. Those with 0 are not updated.
+    """
     return bool(items) and items[-1][0] == MARKS[0]
 
 
@@ -79,9 +82,9 @@ def ids_dtype(num_rows: int) -> torch.dtype:
 
 
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Return one vector per bag, (bags, D), and ``bags``. An empty bag gives zeros.
+    """Return the pooled vector of each bag, (bags, D), and ``bags`` for the backward pass.
 
-    For max pooling, the returned bags have ``winners_BD``, which the backward pass needs.
+    The vector of an empty bag is zeros. For max pooling, ``winners_BD`` is set in the returned bags.
     """
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags
@@ -95,7 +98,7 @@ def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
 
 
 def pool_vectors(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Like :func:`pool_and_record`, but ``vectors_LD`` has the vector of each id of ``bags``."""
+    """Pool like :func:`pool_and_record`, given the vector of each id instead of a weight matrix."""
     order_L = torch.arange(len(vectors_LD), dtype=bags.ids_L.dtype)
     pooled_BD, of_order = pool_and_record(vectors_LD, bags._replace(ids_L=order_L))
     if of_order.winners_BD is None:
@@ -105,7 +108,7 @@ def pool_vectors(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
 
 
 def concatenate(parts: list[Bags]) -> Bags:
-    """Concatenate bags with equal pooling and id type. Either all of them have offsets, or none has."""
+    """Concatenate bags. All must have the same pooling and id type, and either all or none have offsets."""
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])

@@ -70,14 +70,14 @@ def random_salt(seed: int, table: str) -> int:
 
 
 def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: int, count: int) -> int:
-    """Of the rows ``index``, ``index + count``, ..., fill those that the source ``table.initial`` has.
+    """Read the rows of a shard from the file or folder ``table.initial``. Missing rows stay unchanged.
 
     Args:
-        tensors: "weight" and the optimizer state of these rows. The state is filled if
-            ``table.has_initial_state``.
+        tensors: receives the rows: "weight", and if ``table.has_initial_state`` also the optimizer state.
+        index, count: the shard has the rows ``index``, ``index + count``, ... of the table.
 
     Returns:
-        The number of filled rows. Row 0 of the table is not counted: prepared data use it for missing values.
+        The number of rows read. Row 0 of the table is not counted: prepared data use it for missing values.
 
     Raises:
         DataError, CheckpointError, ConfigError: the source cannot be read, or does not fit the table.
@@ -99,7 +99,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
 def assign_stored(
     table: TableSpec, tensors: Mapping[str, Tensor], rows_N: Ints, stored: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write ``stored`` to rows ``rows_N``; CheckpointError if a tensor is missing or has another width."""
+    """Copy ``stored`` to the rows ``rows_N`` of ``tensors``; raise CheckpointError if shapes do not match."""
     for name in tensors if table.has_initial_state else ["weight"]:
         if name not in stored or stored[name].shape[1:] != tensors[name].shape[1:]:
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
@@ -108,7 +108,7 @@ def assign_stored(
 
 
 def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
-    """Yield all rows of the source ``table.initial``; for errors, see :func:`read_initial_rows`."""
+    """Yield all rows of ``table.initial`` in blocks; for errors, see :func:`read_initial_rows`."""
     if table.is_initial_by_position:
         return matrix_blocks(table.initial, (table.num_rows, table.dim))
     from hybrid.embedding import saved_tables  # imports pyarrow, which other tables do not need
@@ -119,14 +119,14 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
 
 
 def saved_table(table: TableSpec) -> SavedTable:
-    """Open ``table.initial_table`` in a checkpoint or export; for errors, see :func:`read_initial_rows`."""
+    """Open ``initial_table`` in the checkpoint or export ``initial``; errors as :func:`read_initial_rows`."""
     from hybrid.embedding import saved_tables
 
     return saved_tables.open_tables(parse_path(table.initial))[table.initial_table]
 
 
 def keys_of(keys: Any) -> npt.NDArray[np.int64]:
-    """Return keys of a growing table: ``keys`` itself if it is a NumPy array, else hashes of its texts."""
+    """Convert ``SavedRows.keys`` to keys of a growing table: hash texts, and keep a NumPy array as it is."""
     from hybrid.data.values.canonical import compute_keys
 
     if isinstance(keys, np.ndarray):
@@ -137,7 +137,10 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function that maps ``SavedRows.keys`` to rows of shard ``index``; -1 if it lacks the row."""
+    """Return a function that converts ``SavedRows.keys`` to row numbers in shard ``index`` of ``count``.
+
+    The function returns -1 for a key that has no row in the shard.
+    """
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
@@ -180,7 +183,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Return, for each hash in ``keys_B``, the row of shard ``index`` whose value has this hash, or -1."""
+    """Return, for each hash in ``keys_B``, the row of shard ``index`` whose text has the hash; -1 if none."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

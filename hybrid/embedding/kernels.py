@@ -34,7 +34,7 @@ _ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted b
 
 
 def compiled(*signatures: str) -> Callable[[Function], Function]:
-    """Return a decorator that compiles a function for these signatures at import, before roles are forked.
+    """Return a decorator that compiles a function for ``signatures`` at import, before roles are forked.
 
     Multiplications and additions may be fused, as in torch's gradients of weighted bags.
     """
@@ -102,7 +102,10 @@ def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write the address of each id of feature k, ``bases_KS[k, id % n] + id // n``; n is ``counts_K[k]``."""
+    """Write, for each id of feature k, the address ``bases_KS[k, id % n] + id // n``.
+
+    The feature's table has ``n = counts_K[k]`` shards, and its shard s starts at ``bases_KS[k, s]``.
+    """
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -132,13 +135,13 @@ def write_bag_addresses(
     out_offsets: Ints,
     out_positions: Ints,
 ) -> int:
-    """Like :func:`write_addresses`, for bags: sample by sample, and within a sample feature by feature.
+    """Write the addresses of the ids of bags, ordered by sample, and within a sample by feature.
 
     Args:
         offsets: where each bag of ``ids_L`` starts, feature by feature, for all K features (K * B + 1).
         features_F: indices of the features to write.
-        bases_FS, counts_F: first address of each shard, and number of shards, of each feature's table. A
-            negative address leaves out the ids of its shard.
+        bases_FS, counts_F: first address of each shard, and number of shards, of each feature's table. If the
+            first address of a shard is negative, the ids of the shard are left out.
         out_L: receives the addresses; must be large enough for all ids of these features.
         out_offsets: receives where each bag of ``out_L`` starts (B * F + 1).
         out_positions: receives the position of each id in ``ids_L``; not written if empty.
@@ -171,10 +174,10 @@ def write_bag_addresses(
     "Tuple((int64[::1], int32[::1], int32[::1]))(int64[::1], int64)",
 )
 def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
-    """Return the distinct ids, ascending, and their positions: ``rows_U, starts_V, order_L``.
+    """Sort ids. Return the distinct ids, ascending, then ``starts_V`` and ``order_L`` (see the module).
 
     Args:
-        num_rows: more than any id; ``KEYS_END`` for ids of any 64 bits, which are sorted as unsigned numbers.
+        num_rows: a number above all ids; ``KEYS_END`` for 64-bit keys, which are sorted as unsigned numbers.
     """
     size = len(ids_L)
     keys, other_keys = ids_L, np.empty_like(ids_L)
@@ -218,7 +221,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
 
 @compiled("int32[::1](int32[::1], int32[::1])")
 def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
-    """Return, for each id of a lookup, its index among the distinct ids; arguments from :func:`group_ids`."""
+    """Return, for each id of a lookup, its index among the distinct ids, given results of ``group_ids``."""
     ranks_L = np.empty_like(order_L)
     for u in range(len(starts_V) - 1):
         for i in range(starts_V[u], starts_V[u + 1]):
@@ -263,10 +266,10 @@ def sum_rows(
     scale: float,
     rate: float,
 ) -> float:
-    """Sum the gradients of each distinct id over its bags, in order; write the sums, or update a table.
+    """Sum the gradients of each distinct id over its bags. Write the sums, or add them to a table.
 
     Args:
-        starts_V: bounds of the runs of equal ids in ``sources_L``, for a block of the distinct ids.
+        starts_V: where the bags of each distinct id start in ``sources_L``; a slice sums only some ids.
         sources_L: the bag of each id, in the order of the sorted ids.
         out_UD: receives the sums; not used if ``table_RD`` is given.
         weights_L: factor of the gradient of each id, in the order of the sorted ids; None for ones.
@@ -336,11 +339,11 @@ _ROUND = "void(uint16[:,::1], {1}[::1], {0}[:,::1], uint64[::1])"
 
 @compiled(*(_ROUND.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
 def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Words) -> None:
-    """Compute ``table_RD[rows_U] = part_UD`` in bfloat16; round each value up or down at random.
+    """Compute ``table_RD[rows_U] = part_UD`` in bfloat16, with stochastic rounding.
 
-    The probability of a neighbor falls linearly with its distance, so the expected result is the value.
-    Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite, unless it is
-    a float64 beyond the range of float32, which becomes infinity.
+    Each value is rounded up or down at random, so that the expected result is the value. Values that bfloat16
+    can represent stay, as do infinity and NaN. A finite value stays finite, unless it is a float64 beyond the
+    range of float32, which becomes infinity.
 
     Args:
         seeds_U: for each row, the state of a SplitMix64 generator of random numbers.

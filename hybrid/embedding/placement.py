@@ -6,9 +6,9 @@ worker with the first range would get most of the traffic. The keys of a growing
 its shards holds a range of keys.
 
 If workers pool, each worker of a table receives the ids of its rows, sends one vector per bag, and receives
-as many gradients. If trainers pool, each trainer requests each distinct row once, and sends the sum of its
-gradients. Which of both moves fewer bytes depends on how often samples repeat rows. The estimate takes all
-ids as equally likely. Real ids have fewer distinct rows, so pooling by trainers moves fewer bytes than that.
+one gradient per bag. If trainers pool, each trainer requests each distinct row once, and sends one gradient
+per row. Which side should pool depends on how often samples repeat rows. The estimate takes all ids as
+equally likely. Real ids repeat more often, so pooling by trainers moves fewer bytes than estimated.
 """
 
 import math
@@ -35,7 +35,7 @@ MIN_SPLIT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows ``index``, ``index + count``, ... of a table (if it grows, keys in ``buckets``) on one worker."""
+    """Rows ``index``, ``index + count``, ... of a table on a worker; or a range of a growing table's keys."""
 
     table: TableSpec
     worker: int
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def file_name(self) -> str:
-        """Relative path of the file with these rows in a checkpoint, or with changed rows in a delta."""
+        """Relative path of the shard's file in a checkpoint, or in a delta, which has changed rows only."""
         return shard_file(self.table.name, self.index, self.count)
 
     @property
@@ -59,7 +59,7 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of rows and optimizer state; if the table grows, of the most rows allowed, 0 for no limit."""
+        """Bytes of rows and optimizer state; for a growing table, the upper limit, or 0 without a limit."""
         num_rows = self.table.expected_rows // self.count if self.table.growth else self.num_rows
         return num_rows * bytes_per_row(self.table)
 
@@ -116,7 +116,7 @@ class Placement:
         return {s.table.name: (s.table.num_rows, s.table.dim, s.count) for s in self.shards}
 
     def describe_tables(self) -> dict[str, dict[str, Any]]:
-        """Return, for each table, its expected rows, width, bytes with optimizer state, and workers."""
+        """Return the rows (or their limit), width, bytes with optimizer state, and workers of each table."""
         tables: dict[str, dict[str, Any]] = {}
         for shard in self.shards:
             new = {"rows": shard.table.expected_rows, "dim": shard.table.dim, "bytes": 0, "workers": []}
@@ -157,7 +157,7 @@ def bytes_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
-    """Return the bytes of ids, vectors and gradients of a table per sample, if workers pool its bags."""
+    """Estimate the bytes of ids, vectors and gradients sent per sample for a table, if workers pool."""
     ids = vectors = 0.0
     for feature in table.features:
         mean = ids_per_sample.get(feature, 1.0)
@@ -167,9 +167,7 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
 
 
 def bag_sizes(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
-    """Return the mean numbers of ids in the bags of a table's pooled features, by kind of pooling.
-
-    A trainer that pools requests the rows of each kind separately.
+    """Return, for each kind of pooling, the mean number of ids per bag of each feature with this pooling.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature. Features without a mean are not pooled.
@@ -183,7 +181,7 @@ def bag_sizes(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Poo
 
 
 def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
-    """Return the mean number of ids, and the number of vectors, per sample for all unpooled features."""
+    """Return the mean number of ids, and the number of vectors, per sample of a table's unpooled features."""
     ids = 0.0
     vectors = 0
     for name in table.features:
@@ -201,17 +199,17 @@ def should_trainers_pool(
     samples: float,
     wire_bytes_per_value: int | None = None,
 ) -> bool:
-    """Return whether trainers pool the bags of a table.
+    """Return whether trainers, instead of workers, pool the bags of a table.
 
-    With ``pooled_by`` "auto", they pool if this more than halves the sent bytes. Trainers always do max
-    pooling for a split table: the gradient goes to the first of equal values in a bag, and a worker with some
-    of the rows cannot tell which value is first. Trainers always pool the bags of growing tables, so that
-    workers receive each key once.
+    Trainers always pool a growing table, so that workers receive each key once. Trainers also pool a split
+    table with max pooling: the gradient goes to the first of equal values in a bag, and a worker with some of
+    the rows cannot tell which value is first. Otherwise, ``table.pooled_by`` decides. With "auto", trainers
+    pool if this more than halves the sent bytes.
 
     Args:
         num_shards: number of workers that hold the table.
-        ids_per_sample: see :func:`bag_sizes`. With "auto", workers pool a table without a feature here.
-        samples: number of samples of a trainer's lookup; 0 if unknown. With "auto", workers then pool.
+        ids_per_sample: see :func:`bag_sizes`. With "auto", workers pool if no feature of the table is in it.
+        samples: number of samples of a trainer's lookup; 0 if unknown. With "auto" and 0, workers pool.
         wire_bytes_per_value: bytes of each sent value; None if values are sent as they are stored.
     """
     if table.growth is not None:
@@ -249,9 +247,9 @@ def place(
     """Place tables on workers, balancing bytes and traffic, and decide which side pools bags.
 
     Tables with the most bytes and traffic are placed first (Graham's LPT rule, 1969). A table that is not
-    split goes to the allowed worker that minimizes the sum, over workers, of the squared fractions of bytes
-    and of traffic. With placement "auto", a table is split over all allowed workers in two cases: it grows,
-    or its bytes exceed the mean bytes per worker and are at least ``MIN_SPLIT_BYTES``.
+    split goes to the allowed worker (``TableSpec.workers``) for which the squared fractions of bytes and of
+    traffic have the least sum over all workers. With placement "auto", a table is split over all allowed
+    workers if it grows, or if its bytes exceed the mean per worker and are at least ``MIN_SPLIT_BYTES``.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.

@@ -15,7 +15,7 @@ from hybrid.embedding.table_spec import Pooling
 
 
 class GroupedBags:
-    """Bags grouped by distinct row: the input of :class:`RowGradients` besides the gradients.
+    """Bags whose ids are grouped by distinct row, so that :class:`RowGradients` can sum their gradients.
 
     Args:
         grouped: the result of :func:`kernels.group_ids` for the ids of ``bags``.
@@ -63,8 +63,8 @@ class RowGradients:
     def sum_block(self, first: int, last: int, scale: float = 1.0) -> tuple[Tensor, float]:
         """Return the scaled gradients of the rows ``rows_U[first:last]``, and the sum of the unscaled values.
 
-        The sum is a test for values that are not finite. It is finite if all values are, unless it overflows.
-        After :meth:`sum_all`, ``scale`` changes the stored sums, so scale each block only once.
+        The sum detects NaN and infinity: it is finite if all values are finite, unless it overflows. After
+        :meth:`sum_all`, this call scales the stored gradients in place, so scale each row only once.
         """
         if self._all_UD is None:
             block_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
@@ -102,7 +102,7 @@ class RowGradients:
         )
 
     def select(self, rows_U: Tensor) -> RowGradients:
-        """Return a copy with other row numbers, such as rows for keys. A negative number drops a row."""
+        """Return a copy with ``rows_U`` as new row numbers. The copy lacks the rows with negative numbers."""
         selected = copy(self)
         is_kept_U = rows_U >= 0
         selected.rows_U = rows_U[is_kept_U]
@@ -119,7 +119,7 @@ class RowGradients:
         return selected
 
     def sum_all(self) -> Tensor:
-        """Return the gradients of all rows, (U, D). Later calls of :meth:`sum_block` return views of them."""
+        """Return the gradients of all rows, (U, D). Later, :meth:`sum_block` returns slices of them."""
         if self._all_UD is None:
             self._all_UD = self.sum_block(0, len(self.rows_U))[0]
         return self._all_UD

@@ -1,8 +1,9 @@
-"""Readers of stored rows and their feature values, in blocks: checkpoints, exports and Parquet files.
+"""Readers of stored rows, with their values, keys or numbers: checkpoints, exports and Parquet files.
 
-In a checkpoint or an export, the files of a growing table have the key of each row, and the encoder has the
-values of columns with vocabulary "build". Other rows are known by number. Files are read in blocks, so a
-table may be larger than the memory. A Parquet file has columns of values and of vectors (lists of numbers).
+In a checkpoint or an export, the files of a growing table have the key of each row. For columns with
+vocabulary "build", the encoder has the value of each row. Other rows have numbers only. A Parquet file has a
+column of values and a column of vectors (lists of numbers). Files are read in blocks, so a table may be
+larger than the memory.
 """
 
 from __future__ import annotations
@@ -54,13 +55,11 @@ class SavedTable:
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
-        """Yield all rows with their values, keys or numbers, and with optimizer state if it is stored.
-
-        The columns of the table must be known, so ``encodings`` must not be empty.
+        """Yield all rows in blocks, with optimizer state if it is stored; ``encodings`` must not be empty.
 
         Args:
-            bounds: bucket bounds in the new model, used only for a column of numbers in buckets. Each new
-                bucket gets the row of the stored bucket that holds the middle of the new bucket.
+            bounds: for a column that divides numbers into ranges, the bounds in the new model. Each new
+                range gets the row of the stored range that contains the middle of the new range.
 
         Raises:
             CheckpointError, DataError, StorageError: a file cannot be read, or has other rows than expected.
@@ -105,7 +104,7 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return, for each row of a column with bounds ``wanted``, the row of a column with bounds ``stored``."""
+    """Return the stored row for each new row, given the bounds of the ``stored`` and ``wanted`` ranges."""
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 
@@ -114,7 +113,7 @@ def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
     """Return the tables of a checkpoint or an export, by name, without reading rows or values.
 
     Raises:
-        CheckpointError, DataError, ConfigError, StorageError: it is neither, or a file cannot be read.
+        CheckpointError, DataError, ConfigError, StorageError: a file is missing, or cannot be read.
     """
     checkpoint = Checkpoint.open(folder)
     files_folder, manifest = checkpoint.files_folder, checkpoint.manifest
@@ -136,10 +135,10 @@ def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
 
 
 def parquet_blocks(source: str, table: str, dim: int) -> Iterator[SavedRows]:
-    """Yield the rows of a Parquet file for a table of width ``dim``; a value may occur several times.
+    """Yield the rows of a Parquet file in blocks, for a table of width ``dim``. Values may occur repeatedly.
 
     Raises:
-        DataError: the file has the wrong form, or a vector has the wrong width or is not finite.
+        DataError: the columns are not values and vectors, or a vector has a wrong width or is not finite.
         StorageError: the file cannot be fetched.
     """
     num_rows = 0
@@ -162,7 +161,7 @@ def parquet_blocks(source: str, table: str, dim: int) -> Iterator[SavedRows]:
 
 
 def _vectors(source: str, table: str, dim: int, first: int, vectors: Any) -> npt.NDArray[np.float64]:
-    """Return the vectors as (B, D). DataError names an invalid row; ``first`` is the first row's number."""
+    """Return a column of vectors as (B, dim), or raise DataError. Errors count rows from ``first``."""
     kind = vectors.type.value_type if is_list(vectors) else vectors.type
     if not is_list(vectors) or not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         raise DataError(f"{source}: its second column holds {vectors.type}, not lists of numbers")

@@ -33,7 +33,7 @@ _Rows: TypeAlias = Callable[[slice], npt.NDArray[Any]]  # returns a range of the
 
 
 class SavedRows(NamedTuple):
-    """A block of stored rows."""
+    """A block of stored rows: the keys of all its rows, and a function that reads some of its rows."""
 
     # The identities of the rows. Either values: an Arrow array of texts, perhaps with a dictionary, with null
     # for the row of missing and unknown values. Or row numbers (for a growing table, keys): a NumPy array.
@@ -57,7 +57,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
     """Yield the rows of a matrix, which must have ``shape``, in blocks.
 
     Raises:
-        DataError: the source is no such matrix, or has another shape.
+        DataError: the source is not a matrix of floating-point values of this shape.
         StorageError: the file cannot be fetched.
     """
     with open_matrix(source) as (stored_shape, rows):
@@ -73,7 +73,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
 
 
 def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
-    """Return a function that selects rows of ``rows_BD``, for rows that have no optimizer state."""
+    """Return a function from indices i to ``{"weight": rows_BD[i]}``, for rows without optimizer state."""
     return lambda index: {"weight": rows_BD[index]}
 
 

@@ -23,12 +23,12 @@ class TableSource(Protocol):
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingResult[list[Tensor]]:
         """Look up the vectors of each item, (bags, D), once the updates that the ticket requires are applied.
 
-        For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
-        once. The lookup's gradients then become part of the update of the ticket's step. For
-        ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
-        Rows in bfloat16 are sent as int16, unless ``embedding.wire_dtype`` rounds vectors for training, or
-        the run is in float64. Autograd computes no gradients of integers. So for ``Purpose.TRAIN``, the
-        result ends with a tensor of zeros for each int16 tensor, which receives the gradient of the rows.
+        If the ticket's purpose is ``TRAIN``, the vectors require gradients, and the backward pass must reach
+        each lookup exactly once. If the purpose is ``PREFETCH``, the vectors are plain values, and the caller
+        sends gradients by :meth:`send_gradients`. If it is ``PREDICT``, no gradients follow.
+
+        Rows in bfloat16 can arrive as int16, for which autograd computes no gradients. So for ``TRAIN``, the
+        result ends with a tensor of zeros for each int16 tensor. The zeros receive the gradient.
         """
 
     def send_gradients(
@@ -37,7 +37,8 @@ class TableSource(Protocol):
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            attached: a lookup of a later step, to send in the same message. The result is its vectors, or
-                an empty list without a lookup. The trainer waits for the vectors anyway, so the receiving
-                thread may apply an update that these gradients complete.
+            attached: a lookup of a later step, which is sent in the same message.
+
+        Returns:
+            The vectors of the attached lookup; an empty list if ``attached`` is None.
         """

@@ -52,12 +52,12 @@ class OptimizerSpec:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether a step depends on the gradients of earlier steps through momentum."""
+        """Whether the optimizer has momentum: ``momentum``, ``adam`` and ``adamw``."""
         return self.name in ("momentum", "adam", "adamw")
 
     @property
     def steps_all_rows(self) -> bool:
-        """Whether a step also changes rows without a gradient, by weight decay or momentum."""
+        """Whether each step updates all rows: ``all_rows`` is set, and there is weight decay or momentum."""
         return self.all_rows and (self.weight_decay > 0 or self.has_momentum)
 
 
@@ -126,7 +126,7 @@ class TableSpec:
 
     @property
     def row_bytes_per_value(self) -> int:
-        """Bytes of a value of the rows."""
+        """Bytes of one value of a stored row; ``bytes_per_value`` is for optimizer state and gradients."""
         return 2 if self.has_bfloat16_rows else self.bytes_per_value
 
     @property
@@ -136,7 +136,7 @@ class TableSpec:
 
     @property
     def address_key(self) -> AddressKey:
-        """The key of the table's ``AddressSpace`` (``routes.py``): equal for fixed tables of one width."""
+        """Key of the table's ``AddressSpace``: equal for tables of one width; unique for a growing table."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:
@@ -157,12 +157,12 @@ class TableSpec:
 
     @property
     def num_vectors(self) -> int:
-        """Number of vectors per sample; only for a table from :meth:`for_feature`."""
+        """Vectors per sample: 1, or the length of a sequence. Only for a table from :meth:`for_feature`."""
         return self.sequence or 1
 
     @property
     def width(self) -> int:
-        """Values per sample: vectors, then a sequence's length. Only for a table from :meth:`for_feature`."""
+        """Values per sample in :attr:`num_vectors` vectors, and one more for the length of a sequence."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 

@@ -31,12 +31,12 @@ from hybrid.embedding.trainer.routes import (
     AddressSpace,
     Assembler,
     BagRoute,
-    DistinctRows,
     Items,
     Locations,
     PoolRoute,
     Responses,
     Route,
+    RowAssembler,
     RowRoute,
     SequenceRoute,
     Slot,
@@ -52,11 +52,7 @@ _CPU = torch.device("cpu")
 
 
 class Embeddings:
-    """The trainer's side of all tables of a configured model.
-
-    Args:
-        device: the device of the dense net.
-    """
+    """The trainer's side of all tables of a configured model, whose dense net is on ``device``."""
 
     def __init__(
         self,
@@ -96,11 +92,11 @@ class Embeddings:
             routes = [(route.request(ids, items), columns) for route, columns in self._routes_of(sparse, ids)]
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
         rows, columns = routes[0]
-        if self._device.type != "cpu" and isinstance(rows, DistinctRows) and columns is None:
-            lookup = Lookup(ticket, items, DistinctRowsForGpu(rows), self.sources).send_or_attach(carrier)
+        if self._device.type != "cpu" and isinstance(rows, RowAssembler) and columns is None:
+            lookup = Lookup(ticket, items, GpuLayout(rows), self.sources).send_or_attach(carrier)
             lookup.ranks_BF = to_device(rows.ranks().view(rows.shape_BFD[:2]), self._device)
             return lookup
-        layout = ConcatenatedFeatures(routes, self._ends[-1], lengths)
+        layout = ConcatenatedLayout(routes, self._ends[-1], lengths)
         return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
 
     def _routes_of(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
@@ -130,25 +126,25 @@ class Embeddings:
             )
 
 
-class DistinctRowsForGpu(NamedTuple):
-    """An output layout for GPUs: the distinct rows in pinned memory, which the GPU copies to samples."""
+class GpuLayout(NamedTuple):
+    """Output layout for a GPU: the distinct rows in pinned memory. The GPU copies each row to its samples."""
 
-    rows: DistinctRows
+    rows: RowAssembler
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
-        """Return ``rows_UD`` in pinned memory."""
+        """Return one output: the distinct rows, (U, D), in pinned memory."""
         parts = self.rows.parts(responses)
         size = sum(map(len, parts)), self.rows.shape_BFD[2]
         return (torch.cat(parts, out=torch.empty(size, dtype=parts[0].dtype, pin_memory=True)),)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
-        """Split the gradient of ``rows_UD`` by response."""
+        """Split the gradient of the distinct rows into gradients of the responses."""
         (grad_UD,) = grads
         return ((slot, grad_UD[first:last].clone()) for slot, first, last in self.rows.slots)
 
 
-class ConcatenatedFeatures(NamedTuple):
-    """An output layout with one matrix ``pooled_BE``, the concatenated vectors of all features."""
+class ConcatenatedLayout(NamedTuple):
+    """Output layout with one matrix ``pooled_BE``: for each sample, the vectors of all features."""
 
     # The assembler of each route, and the output columns of each feature; None for all features in order.
     routes: Sequence[tuple[Assembler, list[slice] | None]]
@@ -188,9 +184,9 @@ def make_routes(
 ) -> list[Route]:
     """Return routes (``routes.py``) that together cover the features.
 
-    Row features of one width share a route. Bag features of one width and one pooling share a route if all or
-    none of them have weights; if workers pool, their tables must also be in the same :class:`ShardGroup`
-    objects. Features of a growing table share routes only with each other.
+    Row features share a route if they have the same width. Bag features share a route if they have the same
+    width and pooling, and if all or none of them have weights. If workers pool, the tables of one route must
+    also be in the same :class:`ShardGroup` objects. Features of a growing table share routes with no others.
 
     Args:
         row_features: indices of the features that are not pooled: one id per sample, and sequences.
@@ -251,11 +247,11 @@ class ModuleTables:
     def lookup(
         self, requests: Sequence[TableRequest], ticket: Ticket, carrier: Lookup | None = None
     ) -> Lookup:
-        """Start a lookup on all workers without waiting. In training, each worker then expects gradients.
+        """Start the lookup for several calls of ``hybrid.Embedding`` on all workers, without waiting.
 
-        The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
-        the loss, the backward pass reaches the lookup, even if the loss uses no vector. If the loss does not
-        use a call, the call updates no rows.
+        The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. In training, each
+        worker expects gradients of the lookup. Add the zero to the loss, so that the backward pass reaches
+        the lookup even if the loss uses no vector. Calls that the loss does not use update no rows.
 
         Args:
             requests: the table and ids of each call.
@@ -268,9 +264,9 @@ class ModuleTables:
             layout = self._layout(requests, items, ticket.purpose)
         return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
 
-    def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
+    def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _CallLayout:
         vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]
-        layout = _SeparateCalls(vectors, [], [], {}, [*self._tables.values()], purpose)
+        layout = _CallLayout(vectors, [], [], {}, [*self._tables.values()], purpose)
         calls_of_space: dict[AddressKey, list[int]] = defaultdict(list)
         for call, (name, bags) in enumerate(requests):
             if bags.offsets is None:
@@ -304,12 +300,12 @@ class ModuleTables:
             )
 
 
-class _SeparateCalls(NamedTuple):
-    """An output layout with one tensor per call of a table, and a scalar zero."""
+class _CallLayout(NamedTuple):
+    """Output layout with the vectors of each call of ``hybrid.Embedding``, and a scalar zero."""
 
     calls: list[tuple[TableSpec, int]]  # table and number of vectors of each call
     # For each width, the calls without pooling: indices of the calls, numbers of ids, and the rows.
-    rows: list[tuple[list[int], list[int], DistinctRows]]
+    rows: list[tuple[list[int], list[int], RowAssembler]]
     bags: list[tuple[int, Assembler]]  # calls that pool: index of the call, and its assembler
     # For each worker, the slot of the marks, and the numbers of bags in the other requests.
     marks: dict[Slot, list[int]]

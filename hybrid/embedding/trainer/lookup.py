@@ -1,9 +1,9 @@
 """A pending lookup: it converts workers' responses to vectors, and gradients of vectors to messages.
 
-In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
-lookup is outside of any context, and its responses are plain values. In the backward pass, the autograd
-function that has assembled the responses sends their gradients. A message with gradients also carries the
-requests of a later lookup, if one is attached (``hybrid/engine/step_engine.py``).
+In ``sync`` mode, distributed autograd sends the gradients of a lookup. A prefetched lookup is outside of
+distributed autograd, and its responses are plain values. The autograd function ``_Assemble`` converts the
+responses, and its backward pass sends the gradients. A message with gradients also carries the requests of a
+later lookup, if one is attached (``hybrid/engine/step_engine.py``).
 
 Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
 a tensor of zeros for each tensor of int16. Distributed autograd sends the gradient to these zeros.
@@ -30,21 +30,21 @@ from hybrid.updates.ticket import Purpose, Ticket
 
 
 class OutputLayout(Protocol):
-    """Converts responses into the outputs of a lookup: one matrix, or a tensor per call of a table."""
+    """The form of the outputs of a lookup: one matrix, or one tensor per call of ``hybrid.Embedding``."""
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
-        """Return the outputs, given the responses of all workers."""
+        """Convert the responses of all workers to the outputs."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Yield the gradient of each response. It fills its storage, since RPC sends whole storages.
+        """Convert the gradients of the outputs to gradients of the responses.
 
         Args:
-            grads: with several outputs, None for an output that the loss does not use.
+            grads: the gradient of each output; with several outputs, None for one that the loss does not use.
         """
 
 
 class TableSources:
-    """The tables of each worker, and pending messages with gradients but without a lookup."""
+    """The tables of each worker, and the messages with gradients that workers have not confirmed yet."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.by_worker = sources
@@ -52,14 +52,14 @@ class TableSources:
         self._sent: list[PendingResult[object]] = []
 
     def add(self, sending: PendingResult[object]) -> None:
-        """Add a pending message. Raise the error of an earlier message, if it has failed."""
+        """Add a message that has just been sent. If an earlier message has failed, raise its error."""
         arrived = [each for each in self._sent if each.done()]
         self._sent = [*(each for each in self._sent if each not in arrived), sending]
         for each in arrived:
             each.wait()
 
     def flush(self) -> None:
-        """Wait until the pending messages have arrived; raise their errors."""
+        """Wait until workers have confirmed all messages. If a message has failed, raise its error."""
         sent = self._sent
         self._sent = []
         for each in sent:
@@ -67,12 +67,12 @@ class TableSources:
 
 
 class Lookup:
-    """A pending lookup.
+    """A lookup of one trainer on all workers, from its requests to its gradients.
 
     Attributes:
         is_prefetched: whether :meth:`send_gradients` sends the gradients, instead of distributed autograd.
-        ranks_BF: for each sample and feature, the index of the vector in the first output, on the GPU; None
-            if the first output already has one vector per sample and feature.
+        ranks_BF: on a GPU, the index of the row in the first output for each sample and feature. None if the
+            first output already has one vector per sample and feature.
     """
 
     def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, sources: TableSources) -> None:
@@ -90,7 +90,7 @@ class Lookup:
         self.ranks_BF: Tensor | None = None
 
     def send_or_attach(self, carrier: Lookup | None) -> Lookup:
-        """Send the requests now, or with the gradients of ``carrier`` if it is given; return this lookup."""
+        """Send the requests now, or later with the gradients of ``carrier`` if it is given. Return self."""
         if carrier is not None:
             carrier._attached = self
             return self
@@ -102,7 +102,7 @@ class Lookup:
         return self
 
     def flush(self) -> None:
-        """Wait for the responses. Gradients in the same messages as the requests have then arrived, too."""
+        """Wait for the responses. Workers then also have the gradients that were sent with the requests."""
         for response in self._responses.values():
             response.wait()
 
@@ -137,7 +137,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the vectors of all workers in order; later zeros are ignored."""
+        """Convert ``tensors`` to the outputs: the vectors of all workers, then zeros, which are ignored."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -153,13 +153,13 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Return the gradients of the received vectors (None for int16), then of the zeros for int16."""
+        """Return the gradients of all received tensors: the vectors (None for int16), then the zeros."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]
 
     def send_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send gradients to the workers. The messages carry the requests of a later lookup, if any."""
+        """Send gradients to the workers. If a later lookup is attached, the messages carry its requests."""
         for worker, grads in by_worker.items():
             attached = self._attached
             request = None if attached is None else LookupRequest(attached._ticket, attached._items[worker])

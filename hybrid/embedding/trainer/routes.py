@@ -1,4 +1,4 @@
-"""Routes: they convert the ids of a batch to requests, and responses to vectors of samples.
+"""Routes, which convert ids of a batch to requests, and their assemblers, which convert responses to vectors.
 
 A route covers ``features``. ``request`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
@@ -57,14 +57,11 @@ def append(items: Items, worker: int, item: Item) -> Slot:
 
 
 class AddressSpace:
-    """An integer address for every row of some tables of one width.
+    """Integer addresses for all rows of several tables of one width.
 
     Each ``ShardGroup`` with one of these tables has a segment of the address range. So one sort finds the
     distinct rows of all tables and workers. A growing table has a separate address space: the addresses are
-    its keys, and each shard has a segment of the keys.
-
-    Args:
-        locations: locations of the shards of each table. A table may occur several times.
+    its keys, and each shard has a segment of the keys. A table may occur several times in ``locations``.
     """
 
     def __init__(self, locations: Locations) -> None:
@@ -106,11 +103,11 @@ class AddressSpace:
         counts_K = self.counts_K[tables]
         kernels.write_addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
 
-    def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> DistinctRows:
-        """Append a request for the distinct rows of each segment to ``items``; return the assembler.
+    def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> RowAssembler:
+        """Append requests for the distinct rows at these addresses to ``items``; return their assembler.
 
         Args:
-            shape_BFD: shape of the vectors, with one vector per address.
+            shape_BFD: shape of the vectors that the assembler makes, with one vector per address.
         """
         ids_U, starts_V, order_L = kernels.group_ids(addresses_L.numpy(), self._addresses_end)
         starts = np.searchsorted(ids_U.view(self._starts.dtype), self._starts).tolist()
@@ -119,11 +116,11 @@ class AddressSpace:
             worker, group, first, dtype = segment
             rows = torch.from_numpy(ids_U[start:end] - first).to(dtype)
             slots.append((append(items, worker, (group, Bags(rows))), start, end))
-        return DistinctRows(slots, starts_V, order_L, shape_BFD)
+        return RowAssembler(slots, starts_V, order_L, shape_BFD)
 
 
-class DistinctRows(NamedTuple):
-    """The assembler that copies each requested row to all positions of its id."""
+class RowAssembler(NamedTuple):
+    """Assembler that copies each received row to all positions of its id."""
 
     # Response slots, each with start and end of its rows among all distinct rows.
     slots: list[tuple[Slot, int, int]]
@@ -133,7 +130,7 @@ class DistinctRows(NamedTuple):
     shape_BFD: tuple[int, int, int]
 
     def collect(self, responses: Responses) -> tuple[Tensor, Tensor]:
-        """Return ``rows_UD``, and for each id an index into these rows."""
+        """Return the distinct rows, (U, D), and for each id the index of its row among them."""
         return torch.cat(self.parts(responses)), self.ranks()
 
     def parts(self, responses: Responses) -> list[Tensor]:
@@ -141,7 +138,7 @@ class DistinctRows(NamedTuple):
         return [responses[worker][index] for (worker, index), _, _ in self.slots]
 
     def ranks(self) -> Tensor:
-        """Return ``ranks_L``, an index into the distinct rows for each id."""
+        """Return, for each id, the index of its row among the distinct rows."""
         return torch.from_numpy(kernels.rank_ids(self.starts_V, self.order_L))
 
     def vectors(self, responses: Responses) -> Tensor:
@@ -150,12 +147,12 @@ class DistinctRows(NamedTuple):
         return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of each response, summed over equal ids; ``grad_BFD`` may be (L, D)."""
+        """Return the gradients of the responses, summed over equal ids; ``grad_BFD`` may also be (L, D)."""
         single_ids = Bags(torch.from_numpy(self.order_L))  # without offsets, each id is a bag
         return self.gradients_of_bags(single_ids, grad_BFD.flatten(0, -2))
 
     def gradients_of_bags(self, bags: Bags, grad_ND: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of each response; ``grad_ND`` has the gradients of the pooled ``bags``."""
+        """Return the gradient of each response, given the gradients of the pooled vectors of ``bags``."""
         ranks_U = np.arange(len(self.starts_V) - 1, dtype=self.order_L.dtype)
         grouped = GroupedBags(bags, (ranks_U, self.starts_V, self.order_L), grad_ND.dtype)
         gradients = RowGradients(grouped, grad_ND)
@@ -177,7 +174,7 @@ class RowRoute:
 
 
 class SequenceRoute:
-    """The route of features of one width: sequences, and features with one id per sample.
+    """The route of features of one width: some are sequences, the others have one id per sample.
 
     Args:
         sizes_F: number of positions of each feature: the maximum length of a sequence, else 1.
@@ -206,13 +203,13 @@ class SequenceRoute:
             weights_L = torch.cat([ids.weights_L[part] for part in parts])
         shape_BFD = (ids.batch_size, self._num_positions, self._space.dim)
         rows = self._space.request(addresses_L, shape_BFD, items)
-        return _Sequences(rows, torch.cat(positions), weights_L)
+        return _SequenceAssembler(rows, torch.cat(positions), weights_L)
 
 
-class _Sequences(NamedTuple):
-    """The assembler of sequences: copies the row of each id to its position; other positions are zeros."""
+class _SequenceAssembler(NamedTuple):
+    """Assembler that copies the row of each id to the id's position. Positions without an id get zeros."""
 
-    rows: DistinctRows
+    rows: RowAssembler
     positions_L: Tensor  # position of each id among all positions of all samples
     weights_L: Tensor | None  # weight of each id, or None for ones
 
@@ -243,7 +240,7 @@ class _Sequences(NamedTuple):
 
 
 class BagRoute:
-    """The route of features that workers pool. Each :class:`ShardGroup` has a shard of each table."""
+    """The route of features that workers pool. Their tables are in the same :class:`ShardGroup` objects."""
 
     def __init__(
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
@@ -260,7 +257,7 @@ class BagRoute:
             self._groups.append((of_group[0], bases_FS))
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
-        """Append a request for pooled vectors per ``ShardGroup``; return the assembler of the responses."""
+        """Append a request to ``items`` for each ``ShardGroup``; return the assembler of the responses."""
         is_partial = len(self._groups) > 1
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
         slots = []
@@ -269,11 +266,11 @@ class BagRoute:
             bags = ids.bags(self.features, bases_FS, self._counts_F, weights_L, pooling, dtype, dtype)
             slots.append(append(items, at.worker, (at.group_number, bags)))
         dim = self._groups[0][0].group.dim
-        return _PooledByWorkers(slots, (ids.batch_size, len(self.features), dim))
+        return _BagAssembler(slots, (ids.batch_size, len(self.features), dim))
 
 
-class _PooledByWorkers(NamedTuple):
-    """The assembler of bags that workers pool: adds the partial vectors of a split table's workers."""
+class _BagAssembler(NamedTuple):
+    """Assembler of vectors that workers have pooled. It adds the partial vectors of a split table."""
 
     slots: list[Slot]
     shape_BFD: tuple[int, int, int]
@@ -300,20 +297,20 @@ class PoolRoute:
         self._space = AddressSpace(locations)
 
     def request(self, ids: BatchIds, items: Items) -> Assembler:
-        """Append requests for the distinct rows to ``items``; return the assembler, which pools them."""
+        """Append requests for the distinct rows to ``items``; return an assembler, which pools the rows."""
         space = self._space
         pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
         dtypes = space.dtype, torch.int32
         bags = ids.bags(self.features, space.bases_KS, space.counts_K, weights_L, pooling, *dtypes)
         rows = space.request(bags.ids_L, (ids.batch_size, len(self.features), space.dim), items)
-        return _PooledRows(rows, bags)
+        return _PoolAssembler(rows, bags)
 
 
 @dataclass(eq=False, slots=True)
-class _PooledRows:
-    """The assembler that pools on the trainer; a worker sends each distinct row once."""
+class _PoolAssembler:
+    """Assembler that pools the received rows on the trainer."""
 
-    rows: DistinctRows  # the distinct rows, and the positions of their ids, which are sorted by bag
+    rows: RowAssembler  # the distinct rows, and the positions of their ids, which are sorted by bag
     bags: Bags  # of addresses; from vectors() on, of indices of distinct rows
 
     @property
@@ -334,4 +331,4 @@ class _PooledRows:
 Route: TypeAlias = RowRoute | SequenceRoute | BagRoute | PoolRoute
 # ``vectors(responses)`` returns the vectors of the features, (samples, features, dim).
 # ``gradients(grad_BFD)`` returns the gradient for each item sent to a worker.
-Assembler: TypeAlias = DistinctRows | _Sequences | _PooledByWorkers | _PooledRows
+Assembler: TypeAlias = RowAssembler | _SequenceAssembler | _BagAssembler | _PoolAssembler

@@ -9,8 +9,8 @@ update of a step, in order:
 3. The optimizer updates the keys with rows. Gradients of other keys are dropped.
 4. In some buckets of the table, keys that are seldom or no longer read lose their rows.
 
-``key_maps.py`` has the rules. They depend on step numbers and keys only, so the number of workers, the time,
-and the order in which messages arrive change nothing.
+``key_maps.py`` does steps 1, 2 and 4. Their results depend on step numbers and keys only, not on the number
+of workers, the time, or the order in which messages arrive.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GrowingGroup(TableGroup):
     ) -> int:
         """Read this shard's keys, and the tensors ``names`` of their rows; return the number of rows.
 
-        With ``is_exact``, raise CheckpointError if the checkpoint has other tensors of rows.
+        With ``is_exact``, the rows must have no tensors besides ``names``, else raise CheckpointError.
         """
         tensors = {name: self._tensors[name] for name in names}
         widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
@@ -110,9 +110,9 @@ class GrowingGroup(TableGroup):
         return self._keys.end - start
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return the row of each key, or its initial row if it has none; and ``bags``.
+        """Return the row of each key, and ``bags``. A key without a row gets its initial row.
 
-        In evaluations with ``Growth.unknown`` = "zeros", zeros replace initial rows.
+        In evaluations with ``Growth.unknown`` = "zeros", a key without a row gets zeros.
         """
         keys_U = bags.ids_L.numpy()
         vectors_UD = self._buffers.empty((len(keys_U), self.group.dim), self.weight_RD.dtype)
@@ -127,7 +127,7 @@ class GrowingGroup(TableGroup):
         return vectors_UD, bags
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
-        """Count the step's keys, and give rows to admitted keys; return the gradients of keys with rows."""
+        """Count the step's keys; give rows to keys with high counts. Return gradients of keys with rows."""
         super().begin_update(gradients, step)
         keys_U = gradients.rows_U.numpy()
         with self._lock:
@@ -143,7 +143,7 @@ class GrowingGroup(TableGroup):
         return np.zeros(len(rows_U), np.int64), self._keys.keys_of(rows_U)
 
     def end_update(self, step: int) -> None:
-        """Remove seldom-read keys from some buckets, and reserve slots for the keys of later updates."""
+        """Remove seldom-read keys from some buckets. Enlarge hash tables for the keys of later updates."""
         growth = self._growth
         with self._lock:
             if growth.max_rows or growth.evict_after or growth.admit_after > 1:
@@ -154,10 +154,10 @@ class GrowingGroup(TableGroup):
             self._keys.grow()
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return, by table, the numbers of rows and of pending keys, and of events since the last call.
+        """Return, by table name, the numbers of rows, of pending keys, and of events since the last call.
 
-        Events are ``lookups`` of keys, lookups of ``unknown`` keys (without a row), and keys that were
-        ``admitted`` (got a row) and ``evicted`` (lost it).
+        Pending keys are counted, and have no row yet. Events are ``lookups`` of keys, lookups of ``unknown``
+        keys (without a row), and keys that were ``admitted`` (got a row) or ``evicted`` (lost their row).
         """
         with self._lock:
             rows, pending = self._keys.sizes
@@ -184,7 +184,7 @@ class GrowingGroup(TableGroup):
         self._evicted = []
 
     def take_changes(self) -> dict[str, dict[str, Tensor]]:
-        """Return, for the file of a delta, changed rows with their keys, and evicted keys; forget both."""
+        """Return a delta's tensors: changed rows with their keys, and evicted keys. Forget the changes."""
         assert self._is_changed_R is not None
         records_R2, _ = self._keys.state()
         is_changed_R = self._is_changed_R[: len(records_R2)].numpy() & (records_R2[:, 1] >= 0)

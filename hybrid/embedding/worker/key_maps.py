@@ -10,7 +10,7 @@ linear probing, whose slots hold::
 
 A **record** counts the steps that have read a key: ``count << 32 | step``, where ``step`` is the last such
 step. The records of keys with rows are in an array by row. Counts are halved at each multiple of the
-half-life. This is done when a count is used, from the step in the record and the current step.
+half-life. A count is halved only when it is used: the record's step and the current step show how often.
 
 If bucket b has 2**c slots, they start at slot ``(1024 + b) << c`` of one reserved address range. So a bucket
 can grow to twice its size without moving another bucket. The system provides memory for written pages only.
@@ -170,12 +170,12 @@ def _rank_keys(
     keys_M: Ints,
     ranks_M: Ints,
 ) -> int:
-    """Write the removable keys of a bucket and their ranks; return the number of keys.
+    """Write the removable keys of a bucket and their ranks; return the number of these keys.
 
-    Keys of low rank are removed first. The rank is -2 for a pending key whose count has fallen to 0, and -1
-    for a key with a row that no step has read for more than ``evict_after`` steps. Other keys with rows rank
-    by their count at ``step``, then by the last step that read them. Keys that are read at ``step``, and
-    other pending keys, are left out.
+    Keys of low rank are removed first. A pending key whose count has fallen to 0 has rank -2. A key with a
+    row that no step has read for more than ``evict_after`` steps has rank -1. All other keys with rows rank
+    by their count at ``step``, then by the last step that read them. Keys that ``step`` reads are not
+    removable, nor are pending keys with a count above 0.
     """
     number = 0
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -201,7 +201,7 @@ def _rank_keys(
 
 @compiled("void(int64[:,::1], int64[::1], int64[::1], int64[:,::1], int64[::1])")
 def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, keys_U: Ints) -> None:
-    """Remove keys and free their rows; move later keys into the gaps, so that no tombstones are needed."""
+    """Remove keys and free their rows. Later keys of the same probe sequence move into the empty slots."""
     for u in range(len(keys_U)):
         bucket = _bucket(keys_U[u])
         mask = (np.int64(1) << logs_N[bucket]) - 1
@@ -282,8 +282,8 @@ class KeyMap:
     def count(self, keys_U: Ints, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Count each key of an update once; give rows to keys with a count of at least ``admit_after``.
 
-        A bucket has at most ``max_rows`` / 1,024 rows. If too few are free, the keys with the highest counts
-        get rows; among equal counts, the lowest keys.
+        A bucket has at most ``max_rows`` / 1,024 rows. If too few rows are free, the keys with the highest
+        counts get rows first; among equal counts, the lowest keys.
 
         Args:
             keys_U: distinct keys, ascending as unsigned numbers.
@@ -292,7 +292,7 @@ class KeyMap:
             The row of each key, or -1, and the indices of the keys whose rows are new.
 
         Raises:
-            ClusterError: the rows do not fit into this worker's memory, or the keys into a bucket.
+            ClusterError: the rows do not fit into this worker's memory, or a bucket has too many keys.
         """
         half_life, limit = self._growth.half_life, self._bucket_limit
         added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
@@ -349,7 +349,7 @@ class KeyMap:
         return np.concatenate(evicted)
 
     def grow(self) -> None:
-        """Give a few buckets more slots if buckets fill up, so that not all must grow in one update."""
+        """If buckets fill up, double the slots of a few of them, so that not all must grow in one update."""
         own = np.asarray(self._buckets)
         log = int(self._logs_N[own].min())
         smallest = own[self._logs_N[own] == log]
@@ -385,7 +385,7 @@ class KeyMap:
         return self._slots_S2[first : first + (1 << log)]
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return (key, record) of each row, and of each pending key. The record of a free row is -1."""
+        """Return the pairs (key, record) of all rows, and of all pending keys. A free row has record -1."""
         has_pending = self._sizes_N > self.num_rows_N
         slots = [self._slots(bucket) for bucket in self._buckets if has_pending[bucket]]
         pending = [slots_S2[slots_S2[:, 1] < 0] for slots_S2 in slots]
@@ -394,7 +394,7 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Add new keys: ``records_R2`` with rows from ``end`` on, pending without. Errors as in count()."""
+        """Add new pairs (key, record): ``records_R2`` get rows from ``end`` on, ``pending_P2`` none."""
         first, stop = self.end, self.end + len(records_R2)
         self._require_memory(stop)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))

@@ -22,11 +22,11 @@ ftrl            see :class:`FTRL`                           2 D       closed for
 
 ``state`` is the number of values per row of width D. ``decay`` is the effect of ``weight_decay``: "L2" first
 adds weight_decay * w to g. "apart" first multiplies w by 1 - r * weight_decay. "closed form" is an L2 penalty
-on w. Only touched rows decay. Likewise, the buffer of ``momentum`` and the means of ``adam`` and ``adamw``
-change only with their row. ``adam`` and ``adamw`` count steps per row, so a row's bias correction depends on
-its number of steps. The update of a row does not depend on which other rows a step touches.
+on w. ``adam`` and ``adamw`` count steps per row, so a row's bias correction depends on its number of steps.
+The update of a row does not depend on which other rows a step touches.
 
-With ``all_rows``, a step updates every row; rows that are not touched have a gradient of zero. Each step then
+Without ``all_rows``, a row that a step does not touch keeps its values and its state. With ``all_rows``, the
+step also updates this row, with a gradient of zero. If the optimizer has decay or momentum, each step then
 costs a pass over the table. A table that the loss of a custom loop does not use stays unchanged.
 
 Rows in bfloat16 are widened, updated, and rounded stochastically. Their state is not rounded.
@@ -61,7 +61,7 @@ def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
 
 
 class StochasticRounding(NamedTuple):
-    """The arithmetic and the random numbers for updates of rows in bfloat16."""
+    """The type of the arithmetic for updates of rows in bfloat16, and the random numbers for rounding."""
 
     dtype: torch.dtype  # type of the arithmetic and of the state
     # Returns a random number for each row; see :func:`kernels.put_rounded_rows`.
@@ -103,11 +103,7 @@ class RowOptimizer:
         return total
 
     def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
-        """Apply one step to the distinct rows ``rows_U`` with gradients ``grad_UD``.
-
-        Args:
-            factor: factor of the learning rate in this step (:class:`Schedule`).
-        """
+        """Apply one step to the distinct rows ``rows_U``; ``factor`` multiplies the learning rate."""
         if not len(rows_U):
             return
         weight_UD = self.weight_RD.index_select(0, rows_U).to(grad_UD.dtype)
@@ -122,7 +118,7 @@ class RowOptimizer:
 
         Args:
             rows_U, grad_UD: the touched rows of this range, and their gradients. Other rows get gradient 0.
-            factor: factor of the learning rate in this step.
+            factor: multiplies the learning rate in this step.
         """
         weight_RD = self.weight_RD[first:last].to(grad_UD.dtype)
         grad_RD = torch.zeros_like(weight_RD)
@@ -167,7 +163,7 @@ class Momentum(RowOptimizer):
 
 
 class Adagrad(RowOptimizer):
-    """Adagrad with a sum of squares per value."""
+    """Adagrad with a sum of squared gradients for each value of a row."""
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         grad_UD = self._with_decay(grad_UD, weight_UD)
@@ -176,7 +172,7 @@ class Adagrad(RowOptimizer):
 
 
 class RowwiseAdagrad(RowOptimizer):
-    """Adagrad with a sum of mean squares per row."""
+    """Adagrad with one sum for each row: of the mean squares of the row's gradients."""
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         grad_UD = self._with_decay(grad_UD, weight_UD)
@@ -197,8 +193,8 @@ class Adam(RowOptimizer):
     def corrections(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 - beta1^n and sqrt(1 - beta2^n), float64 of shape (U, 1), for step counts n >= 1.
 
-        The values are bit-identical to torch.optim, which uses Python floats: powers of tensors differ in the
-        last bit. So Python computes the values; an array, which grows with the largest n, stores them.
+        Python computes the values, as in torch.optim, since powers of tensors differ in the last bit. The
+        values are stored for later calls.
         """
         index_U = steps_U.long().clamp_(max=self._last_distinct)
         largest = int(index_U.max())

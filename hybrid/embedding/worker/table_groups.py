@@ -47,7 +47,7 @@ class ReusedBuffers:
         self._spare: dict[int, list[mmap.mmap]] = defaultdict(list)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a CPU tensor with undefined values."""
+        """Return a CPU tensor with undefined values; a large tensor is in reused memory, if any is free."""
         count = math.prod(shape)
         if count * dtype.itemsize < _MIN_REUSED_BYTES:
             return torch.empty(*shape, dtype=dtype)
@@ -68,14 +68,14 @@ class ReusedBuffers:
 
 
 class DistinctStepRows(NamedTuple):
-    """The distinct rows that the lookups of a step read from one group of tables."""
+    """The distinct rows that the lookups of a step read from one group of tables, grouped by pooling."""
 
     bags: Sequence[Bags]
     # For each combination of pooling and use of offsets: indices into ``bags``, and the distinct rows.
-    by_kind: Sequence[tuple[list[int], GroupedBags]]
+    by_pooling: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:
-        """Return whether these rows were found for exactly these ``bags`` objects, in this order."""
+        """Return whether these are the rows of ``bags``: the same objects, in the same order."""
         return [*map(id, self.bags)] == [*map(id, bags)]
 
 
@@ -121,13 +121,13 @@ class TableGroup:
         return matches
 
     def shard_tensors(self, shard: Shard, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return views of a shard's rows ("weight") and state in the group, or in its copy ``tensors``."""
+        """Return views of a shard's rows ("weight") and state, from the group or its copy ``tensors``."""
         start = self.group.starts[self.group.shards.index(shard)]
         of_group = self._tensors if tensors is None else tensors
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Read the rows of all shards; CheckpointError if the checkpoint is damaged or has other tables."""
+        """Read the rows of all shards. Raise CheckpointError if the checkpoint is damaged or does not fit."""
         for shard in self.group.shards:
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
 
@@ -173,7 +173,7 @@ class TableGroup:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
-        """Return vectors and bags as :func:`pool_and_record` does; bfloat16 rows are widened to be pooled."""
+        """Pool bags like :func:`pool_and_record`. Rows in bfloat16 are widened before they are pooled."""
         is_pooled = bags.offsets is not None
         if is_pooled and not self.group.has_bfloat16_rows:
             return pool_and_record(self.weight_RD, bags)
@@ -190,21 +190,21 @@ class TableGroup:
         kinds: dict[tuple[str, bool], list[int]] = {}
         for index, each in enumerate(bags):
             kinds.setdefault((each.pooling, each.offsets is None), []).append(index)
-        by_kind = []
+        by_pooling = []
         for indices in kinds.values():
             of_kind = concatenate([bags[index] for index in indices])
             ids = kernels.group_ids(of_kind.ids_L.numpy(), self.ids_end)
-            by_kind.append((indices, GroupedBags(of_kind, ids, self._dtype)))
-        return DistinctStepRows(bags, by_kind)
+            by_pooling.append((indices, GroupedBags(of_kind, ids, self._dtype)))
+        return DistinctStepRows(bags, by_pooling)
 
     def merge(self, rows: DistinctStepRows, grads: Sequence[Tensor]) -> RowGradients:
         """Sum the gradients of a step by distinct row.
 
         Args:
-            grads: the gradients of the vectors of each of ``rows.bags``.
+            grads: for each element of ``rows.bags``, the gradient of its vectors, (bags, D).
         """
         merged = [
-            RowGradients(bags, torch.cat([grads[i] for i in indices])) for indices, bags in rows.by_kind
+            RowGradients(bags, torch.cat([grads[i] for i in indices])) for indices, bags in rows.by_pooling
         ]
         if len(merged) == 1:
             return merged[0]
@@ -215,14 +215,14 @@ class TableGroup:
         return self.merge(all_rows, [each.sum_all() for each in merged] or [no_rows])
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
-        """Begin an update; a growing table adds rows. Return the gradients of the rows to update."""
+        """Begin a step's update; a growing table adds rows. Return the gradients of the rows to update."""
         self._step = step
         return gradients
 
     def _rounding_seeds(self, rows_U: Tensor) -> npt.NDArray[np.uint64]:
         """Return a random number for each row: a hash of run seed, step, table, and row of the table.
 
-        So the placement of tables changes no number. For a growing table, the key takes the place of the row.
+        So the numbers do not depend on the placement. For a growing table, the key replaces the row.
         """
         shards = self.group.shards
         salts_S = np.array([random_salt(self._seed, each.table.name) for each in shards], np.uint64)
@@ -230,27 +230,30 @@ class TableGroup:
         return next_random(next_random(salts_S + np.uint64(self._step))[shard_U] + keys_U.astype(np.uint64))
 
     def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
-        """Return the index of each row's shard, and its row in the table; in a growing table, its key."""
+        """Return, for each row of the group, the index of its shard and its row number in the table.
+
+        In a growing table, the key replaces the row number.
+        """
         layout = [(start, each.count, each.index) for each, start in self.group.shard_starts]
         starts_S, counts_S, indices_S = np.array(layout).T
         shard_U = np.searchsorted(starts_S, rows_U, side="right") - 1
         return shard_U, (rows_U - starts_S[shard_U]) * counts_S[shard_U] + indices_S[shard_U]
 
     def end_update(self, step: int) -> None:
-        """Complete an update; a growing table then removes rows."""
+        """End the update of a step. A growing table then removes rows."""
 
     def take_counts(self) -> dict[str, dict[str, int]]:
         """Return the counts of a growing table (see :meth:`GrowingGroup.take_counts`), else no counts."""
         return {}
 
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Split the rows ``start:stop`` into blocks that fit the CPU cache; return the bounds of blocks."""
+        """Split the range ``start:stop`` of rows into blocks that fit the CPU cache; return their bounds."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
         size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
         return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
     def blocks_without(self, idle: Collection[str]) -> Iterator[tuple[int, int]]:
-        """Return the result of :meth:`blocks` for all rows, except the rows of the tables ``idle``."""
+        """Split all rows into blocks, except the rows of the tables whose names are in ``idle``."""
         if not idle:
             return self.blocks(len(self.weight_RD))
         starts = [(each, start) for each, start in self.group.shard_starts if each.table.name not in idle]
@@ -276,7 +279,7 @@ class TableUpdate:
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients.
 
-        Raise NonFiniteError, before any row changes, if ``check_finite`` is set and one is not finite.
+        Raise NonFiniteError if a gradient is not finite and ``check_finite`` is set; no row has changed then.
         """
         for group, gradients in self.gradients:
             total = float(gradients.sum_all().sum())

@@ -1,7 +1,7 @@
 """The tables of a worker: lookups of trainers, gradients of steps, and checkpoints.
 
-The gradients of a lookup of a custom loop can end with **marks**: for each bag and each table, 0 if the
-update must leave it out because the loss does not use it, else 1.
+The gradients of a lookup of a custom loop can end with **marks**: one number for each bag and each table. The
+number is 1 if the loss uses the bag or table. If it is 0, the update leaves out the bag or table.
 """
 
 import threading
@@ -42,8 +42,8 @@ class TableShards(HostedModule, TableSource):
 
     Args:
         dtype: type of rows, unless they are in bfloat16, and of optimizer state.
-        wire_dtype: type of vectors for training and of their gradients. If None, rows are sent as they are
-            stored, and other values in ``dtype``.
+        wire_dtype: type in which vectors for training and their gradients are sent. If None, rows are sent as
+            they are stored, and pooled vectors and gradients in ``dtype``.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class TableShards(HostedModule, TableSource):
         )
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill every table with rows of ``table.initial``, or else by ``table.init``.
+        """Fill the tables of a new model with rows of ``table.initial``; fill other rows by ``table.init``.
 
         Returns:
-            For each table with ``initial``, the number of its rows on this worker that come from there. Row 0
+            For each table with ``initial``, the number of rows on this worker that were read from it. Row 0
             is not counted, unless the table grows.
         """
         return {name: number for group in self.groups for name, number in group.initialize(seed).items()}
@@ -106,7 +106,7 @@ class TableShards(HostedModule, TableSource):
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
-        """Return each item's vectors, and the items for the backward pass; both leave out :data:`MARKS`."""
+        """Return each item's vectors, and the items for the backward pass. Ignore the item :data:`MARKS`."""
         pooled = []
         recorded = []
         for group, bags in items[:-1] if has_marks(items) else items:
@@ -117,10 +117,10 @@ class TableShards(HostedModule, TableSource):
         return pooled, recorded
 
     def _as_stored(self, vectors_BD: Tensor) -> Tensor:
-        """Return vectors in the type in which they are sent unrounded; rows in bfloat16 become int16.
+        """Return vectors in a type that loses no bits; rows in bfloat16 are viewed as int16.
 
-        The type int16 tells trainers to send gradients unrounded. Gradients of bfloat16 vectors are rounded.
-        Trainers widen int16 to float32 only. So in a run in float64, rows are sent as float64.
+        For int16, trainers send gradients unrounded; for bfloat16, they would round the gradients. Trainers
+        widen int16 only to float32. So if ``dtype`` is float64, rows in bfloat16 are converted to float64.
         """
         if vectors_BD.dtype is self._dtype:
             return vectors_BD
@@ -184,7 +184,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _select_used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return the bags that the loss uses, and the idle tables. A pooled item is used as a whole."""
+        """Return the bags that the loss uses (of a pooled item, all or none), and unused tables."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []
@@ -197,7 +197,7 @@ class TableShards(HostedModule, TableSource):
         return kept, idle
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Read all shards, and continue after ``step`` steps; CheckpointError for exports or other tables."""
+        """Read a checkpoint, and continue after ``step`` steps. Raise CheckpointError if it does not fit."""
         checkpoint = Checkpoint.open(folder)
         if checkpoint.is_exported:
             raise CheckpointError(f"{folder}: is an export, without counts of keys and state of optimizers")
@@ -219,7 +219,7 @@ class TableShards(HostedModule, TableSource):
         return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
 
     def _find_distinct_rows(self, step: int) -> None:
-        """Find the distinct rows of a step after its lookups, while trainers compute the gradients."""
+        """Find the distinct rows of the prefetched lookups of a step, before their gradients arrive."""
         with self.clock.span("distinct rows", step), self._distinct_rows_lock:
             bags_of: dict[int, list[Bags]] = {}
             for key in sorted(key for key in list(self._prefetched) if key.step == step):
@@ -256,7 +256,7 @@ class TableShards(HostedModule, TableSource):
 class _Pool(torch.autograd.Function):
     """Autograd function that pools rows, and in its backward pass calls :meth:`TableShards.contribute`.
 
-    For each output of int16, a further output of zeros receives the gradient.
+    For each output of int16, the function also returns a tensor of zeros, which receives the gradient.
     """
 
     @staticmethod
