@@ -84,7 +84,8 @@ def ids_dtype(num_rows: int) -> torch.dtype:
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
     """Return the pooled vector of each bag, (bags, D), and ``bags`` for the backward pass.
 
-    The vector of an empty bag is zeros. For max pooling, ``winners_BD`` is set in the returned bags.
+    The vector of an empty bag is zeros. For max pooling, the returned bags have ``winners_BD``,
+    the row of each maximum.
     """
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags

@@ -24,9 +24,8 @@ class GroupedBags:
     Attributes:
         rows_U: the distinct rows, ascending.
         starts_V: where the ids of each distinct row start, in the order of the sorted ids.
-        sources_L: bag of each id, in the order of the sorted ids.
-        weights_L: factor of each id's gradient, in the order of the sorted ids; None for ones.
-        winners_BD: see :class:`Bags`.
+        sources_L, weights_L: bag of each id, and factor of its gradient (None for ones), in the sorted order.
+        winners_BD: for max pooling, the row of each maximum; else None.
     """
 
     def __init__(self, bags: Bags, grouped: tuple[Ints, Ints, Ints], dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ Gradients: TypeAlias = tuple[list[tuple[int, Bags, Tensor]], frozenset[str]]
 
 
 class TableShards(HostedModule, TableSource):
-    """All tables of one worker. The master creates them as a ``RemoteModule``; trainers look them up.
+    """All table shards of one worker. The master creates them as a ``RemoteModule``; trainers look them up.
 
     Call ``initialize`` for a new model, or ``load`` for a checkpoint, before use.
 
