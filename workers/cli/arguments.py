@@ -65,7 +65,7 @@ _CHECKPOINT_OF_RUN = "run folder, for its best checkpoint, or one checkpoint; a 
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a command by name, and its name as ``command``; exit with code 2 if invalid."""
+    """Return a command's options, and its name as ``command``; exit with code 2 if arguments are invalid."""
     parser, commands = _parsers()
     values = list(sys.argv[1:] if arguments is None else arguments)
     command = next((each for each in values if not each.startswith("-")), None)

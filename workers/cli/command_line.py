@@ -22,7 +22,7 @@ _NUMBA_FILE = ".numba_config.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; after a HybridError or a stop, print a line and exit with an :class:`ExitCode`."""
+    """Run one command. After a HybridError or a stop, print a message, and exit with an :class:`ExitCode`."""
     started_at = time.time()
     # torch's C++ code logs each broken connection with a stack; the roles report the connection in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -46,7 +46,7 @@ _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, h
 
 
 class RequestedRun(NamedTuple):
-    """The run that a command starts, resumes, or finds finished."""
+    """The run that ``hybrid launch`` or ``hybrid master`` trains, unless the run has already finished."""
 
     config: RunConfig
     folder: StoragePath
@@ -157,7 +157,7 @@ def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
 
 @contextmanager
 def _json_output(is_json: bool) -> Iterator[dict[str, Any]]:
-    """Yield a dictionary. If ``is_json``, print it at the end, and send all other output to stderr."""
+    """Yield a dictionary. If ``is_json``, print it as JSON at the end; all other output goes to stderr."""
     result: dict[str, Any] = {}
     if not is_json:
         yield result
@@ -193,7 +193,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _requested_run(options: argparse.Namespace) -> RequestedRun:
-    """Return the run that ``--resume`` selects, or a new run; ConfigError if it cannot be started."""
+    """Return the run that ``--resume`` selects, or a new run; ConfigError if the run cannot be started."""
     if options.resume not in (None, AUTO):
         if options.config is not None:
             raise ConfigError("--resume", "uses the configuration of its run; use --set to change keys")
@@ -243,7 +243,7 @@ def master_command(options: argparse.Namespace) -> None:
         task, config = _script_task(options.script, options.arguments), _read_config(options)
         secret = _shared_secret(config.cluster)
         allow_open_files(config.cluster)
-        _lead(config, task, secret)
+        _run_master(config, task, secret)
         return
     run = _requested_run(options)
     secret = _shared_secret(run.config.cluster)
@@ -256,11 +256,11 @@ def master_command(options: argparse.Namespace) -> None:
         _report_saved_state(local, options.command),
         serving_metrics(run.config.cluster, local),
     ):
-        _lead(run.config, TrainTask(local, run.is_resumed, options.started_at), secret)
+        _run_master(run.config, TrainTask(local, run.is_resumed, options.started_at), secret)
 
 
-def _lead(config: RunConfig, task: Task, secret: Secret) -> None:
-    """Run a task as the master; raise a HybridError as ReportedError with the exit code of the cluster."""
+def _run_master(config: RunConfig, task: Task, secret: Secret) -> None:
+    """Run a task as the master; turn a HybridError into a ReportedError with the cluster's exit code."""
     with importing_torch():
         from workers import master
 
@@ -303,7 +303,7 @@ def _master_address(options: argparse.Namespace) -> MasterAddress:
 
 
 def trainer_command(options: argparse.Namespace) -> None:
-    """Run a trainer or a worker, and end the process with the exit code of the cluster."""
+    """Run a trainer or (as ``worker_command``) a worker; exit with the exit code of the cluster."""
     end_with_scheduler()
     kind = RoleKind(options.command)
     if options.index is None:
@@ -420,8 +420,7 @@ def config_command(options: argparse.Namespace) -> None:
 def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
     """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
 
-    ConfigError if the variables of torchrun or srun are missing, contradict each other, or do not fit
-    ``topology``.
+    ConfigError if the variables of torchrun or srun are missing or inconsistent, or do not fit ``topology``.
     """
     ranks: dict[str, tuple[int, int]] = {}
     if "RANK" in environment:
@@ -446,7 +445,7 @@ def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
 
 
 def index_of(environment: Mapping[str, str], kind: RoleKind) -> int:
-    """Return the index that Kubernetes gives to a pod of an indexed job; ConfigError if it is missing."""
+    """Return the index of a role's pod in an indexed job of Kubernetes; ConfigError if there is none."""
     if _INDEX not in environment:
         rule = f"must be given: the index of the {kind}, from 0 (Kubernetes sets {_INDEX} in indexed jobs)"
         raise ConfigError("--index", rule)
@@ -468,6 +467,6 @@ def master_host(environment: Mapping[str, str]) -> str:
 
 
 def end_with_scheduler() -> None:
-    """Under torchrun or srun, end this process when its parent ends: the scheduler restarts all roles."""
+    """Under torchrun or srun, end this process together with its parent, so that no role outlives its run."""
     if TORCHRUN in os.environ or SLURM_STEP in os.environ:
         end_with_parent(os.getppid())

@@ -60,9 +60,9 @@ WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
 def evaluate(
     folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
 ) -> dict[str, Any]:
-    """Print the metrics of a trained model on labeled files, or on the run's test rows without ``inputs``.
+    """Print the metrics of a trained model on labeled files; if ``inputs`` is empty, on the run's test rows.
 
-    Arguments and errors are as in :func:`predict`, but "-" names a file. Return a summary for JSON.
+    Return a summary for JSON. See :func:`predict` for arguments and errors; but here, "-" is a file name.
     """
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
@@ -118,10 +118,10 @@ def predict(
 
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
-        inputs: files with or without labels; only "-" for standard input; empty for the run's test rows.
+        inputs: files with or without labels; ["-"] for standard input; empty for the run's test rows.
         output: a new CSV or Parquet file, local or in a store, or :data:`STDOUT`.
         keep: columns of the input to write as well.
-        trust_code: whether to use values of the run that the user has not signed.
+        trust_code: whether to use code and data paths of the run that have no signature of the user.
         module: FILE.py:FUNCTION that makes the module of a custom training loop; None for a configured run.
         top_k: the number of best items to write for each row of a retrieval task, instead of a score. The
             input then needs no item column.
@@ -175,7 +175,7 @@ def predict(
 def _standard_input(
     trained: TrainedRun, passthrough: Sequence[tuple[str, str]], item: str, *, at_once: bool
 ) -> SourceRows:
-    """Return the rows of standard input; with ``at_once``, a block does not wait for further rows."""
+    """Return the rows of standard input; if ``at_once``, in blocks of the rows that have arrived so far."""
     text = read_descriptor(0, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
     if os.isatty(0):
@@ -189,8 +189,8 @@ def _standard_input(
 def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
     """Yield a function that appends rows to a CSV or Parquet file; HybridError if it cannot be written.
 
-    The file appears at the end of the block. Rows for :data:`STDOUT` are not buffered; if the reader has
-    closed the pipe, the process exits.
+    The file appears at the end of the block. Rows for :data:`STDOUT` are not buffered; if stdout is a
+    closed pipe, the process exits.
     """
     if output == STDOUT:
         with run_write_errors(Path("standard output"), OTHER_OUTPUT):
@@ -227,7 +227,7 @@ def _csv_writer(
 
 
 def _fields(column: Any) -> list[Any]:
-    """Return the CSV fields of a column; join the items of a list, and each id with its weight."""
+    """Return a column as CSV fields. A list is one field, such as ``7|9``, or ``7:0.5|9:1`` with weights."""
     if not is_list(column):
         return list(column.to_pylist())
 
@@ -332,7 +332,7 @@ def _export(
     formats: Sequence[str],
     write_tables: Callable[[Path], list[str]],
 ) -> list[str]:
-    """Write a model into a new folder, atomically; return the names of the files."""
+    """Write a model into a new folder, atomically; use ``write_tables`` for tables. Return the file names."""
     if "onnx" in formats:
         program_export.check_names(model)
     with _new_folder(output) as folder, transient_status() as report_progress:
@@ -395,7 +395,7 @@ def _new_folder(output: StoragePath) -> Iterator[Path]:
 
 
 def check_new(output: StoragePath) -> None:
-    """Raise HybridError if the output exists, or its store rejects the request."""
+    """Raise HybridError if ``output`` exists already; StorageError if its store cannot be read."""
     if output != STDOUT and storage.exists(output):
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
 
@@ -403,7 +403,10 @@ def check_new(output: StoragePath) -> None:
 def _read_model(
     folder: StoragePath, trust_code: bool, module: str | None, *, uses_data: bool, in_memory: bool = False
 ) -> TrainedModule:
-    """Read the best checkpoint of a run, or a given checkpoint; with ``in_memory``, read the tables, too."""
+    """Read the model of a checkpoint, or of the best checkpoint of a run.
+
+    If ``in_memory``, read the tables, too. ``uses_data``: whether the caller will read the run's data.
+    """
     with transient_status() as report_progress:
         report_progress("reading the model")
         trained = TrainedRun.read(folder, _warn, trust_code, uses_data=uses_data)
