@@ -31,8 +31,8 @@ def deploy_tables(
     """Create the tables of a placement with their initial rows; HybridError if a host has no memory for them.
 
     Returns:
-        Stubs by the index of each worker that holds rows. For each table with ``initial``, the number of its
-        rows that workers have read from that source.
+        Stubs by the index of each worker that holds rows. For each table with an initial model, the number
+        of rows that workers have read from the initial model.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
@@ -54,10 +54,7 @@ def deploy_tables(
 
 
 def memory_shortage(placement: Placement, holders: Sequence[Role], fraction: float = 1.0) -> str | None:
-    """Return a message if tables need more than a fraction of the free memory of their workers, else None.
-
-    Each host, and each control group, limits the total of its workers.
-    """
+    """Return a message if tables need more than ``fraction`` of the free memory of their hosts, else None."""
     pings = [transport.ping(role, _PING_TIMEOUT_SECONDS) for role in holders]
     vitals = dict(zip(holders, transport.gather(pings), strict=True))
     for limit in {limit: None for vital in vitals.values() for limit in vital.free_bytes}:
@@ -83,7 +80,7 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint before it is written: every role has prepared its part in memory."""
+    """A checkpoint or delta that every role is ready to write, from copies if ``is_copied``."""
 
     folder: StoragePath
     manifest: Manifest  # without the list of files

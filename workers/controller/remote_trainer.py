@@ -46,7 +46,7 @@ from hybrid.updates.update_rules import UpdateRules
 
 @dataclass(frozen=True, slots=True)
 class TrainerReport:
-    """A trainer's report of some steps."""
+    """A trainer's losses, predictions, labels and times of the steps of one call."""
 
     losses: list[float]  # one value per step; the sum over the trainers is the loss of the step
     # outputs, labels: of this trainer's samples, for the first task. Labels are NaN for samples of weight 0,
@@ -59,7 +59,7 @@ class TrainerReport:
 
 
 def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:
-    """Return the loader of a trainer's slices. Only a training loader shuffles rows or keeps groups whole."""
+    """Return the loader of a trainer's slices. Evaluations neither shuffle nor group rows."""
     return BatchLoader(
         dataset,
         batch_size=config.train.batch_size,
@@ -158,7 +158,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's partitions ("lanes") of ``unit``, at the position that it has."""
+        """Begin to read this trainer's lanes of a unit of a stream. ``unit`` has the position to start at."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -181,12 +181,12 @@ class Trainer:
         self._engine.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position in each of this trainer's lanes after ``step`` steps; {} for a Kafka topic."""
+        """Return the positions in this trainer's lanes after ``step`` steps of the unit; {} for a topic."""
         assert self._reader is not None
         return self._reader.positions(step)
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Report the invalid rows that this trainer read in the unit; DataError if files have too many."""
+        """Return the invalid rows that this trainer found in the unit; DataError if files have too many."""
         assert self._reader is not None
         return self._reader.invalid_rows()
 
@@ -256,9 +256,9 @@ class Trainer:
         return Predictions.concatenate(parts)
 
     def describe(self) -> tuple[str, str | None]:
-        """Return a text with the number of parameters of the whole dense net, and the GPU if there is one.
+        """Return a description of the dense net, and a warning about batch normalization or None.
 
-        The second value is a warning about batch normalization, or None.
+        The description has the number of parameters of the whole net, and the GPU if there is one.
         """
         gpu = describe_device(self._device, self._config)
         return f"{self._num_parameters:,} parameters{gpu}", self._warning
@@ -288,9 +288,9 @@ class Trainer:
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
-        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if it has another net.
+        """Load the dense net from file ``name`` of a checkpoint; CheckpointError if the file has another net.
 
-        The state of the optimizer is loaded if ``has_state``, else reset. Background reading of data ends.
+        If ``has_state``, load the state of the optimizer, else reset it. Background reading of data ends.
         """
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))

@@ -143,18 +143,18 @@ class ScriptJob:
 
     def _save(
         self,
-        first: "transport.Remote[Script]",
+        dense_writer: "transport.Remote[Script]",
         folder: StoragePath,
         manifest: Manifest,
         number: int,
         texts: Mapping[str, str],
     ) -> tuple[str, str] | None:
-        """Write a checkpoint; return the kind and the message of an error, or None."""
+        """Write a checkpoint of a script's module ``number``; return an error's kind and message, or None."""
         tables, bulk = self._tables[number], BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 
         def start(partial: StoragePath) -> list[transport.Pending[Files]]:
-            dense = first.call(Script.write, partial, timeout_seconds=bulk)
+            dense = dense_writer.call(Script.write, partial, timeout_seconds=bulk)
             return [dense, *(each.call(HostedModule.write, partial, timeout_seconds=bulk) for each in tables)]
 
         of_config, vocabularies = checkpoint_contents(self._config, self._data)
@@ -166,7 +166,7 @@ class ScriptJob:
 
 
 class Script(Backend):
-    """A script in a trainer process, and its backend, which sends requests to the master.
+    """A script in a trainer process. The script sends requests to the master, such as to create tables.
 
     The master creates the object, and calls ``start``, ``next_request``, ``respond`` and ``write``. The
     thread of the script calls the methods of :class:`Backend`.

@@ -1,4 +1,4 @@
-"""The master's view of a job with prepared data, and the base of that of streams (stream_session.py)."""
+"""The objects of a job on other roles, as the master uses them; stream_session.py is for streams."""
 
 import math
 from collections import Counter, defaultdict
@@ -67,8 +67,8 @@ class Session:
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
         data_folder: the folder of the prepared data set; None for a stream.
-        encoder: the encoder of a stream; without it, numbers and ids stay unchanged.
-        encoder_folder: a copy of ``encoder`` for the workers, if the run has an initial model.
+        encoder: the encoder of a stream; None if numbers and ids stay unchanged.
+        encoder_folder: a folder with a copy of ``encoder``, which workers need to read an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
         warn: called with each warning about the dense net or the initial model.
 
@@ -77,12 +77,12 @@ class Session:
         ConfigError: the initial model cannot be used.
 
     Attributes:
-        encoder: the encoder that checkpoints contain; used only without a ``data_folder``.
+        encoder: the current encoder, which checkpoints of a stream contain.
         initial: the initial model; None if it is not read.
-        hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
-        recorded: the numbers of the steps that every role records for section [profile].
+        hosted: stubs of the objects on workers: tables, and the remote net if there is one.
+        recorded: the steps in which every role records its operations, from section [profile].
         meanwhile: called repeatedly while the session waits for roles.
-        trainer_class: the class of the objects of trainers.
+        trainer_class: the class of the objects on trainers.
     """
 
     trainer_class: type[Trainer] = Trainer
@@ -187,7 +187,7 @@ class Session:
         return metrics
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Return, by configuration key, each learning rate that step number ``step`` (from 1) used."""
+        """Return the learning rates that step number ``step`` (from 1) used, by configuration key."""
         factor = self._schedule.factor(step - 1)
         values = ((f"{section}.{name}", value) for section, name, _, value in key_values(self.config))
         return {key: value * factor for key, value in values if key.endswith(".learning_rate")}
@@ -221,15 +221,15 @@ class Session:
         reports: Mapping[str, Tensor] = MappingProxyType({}),
         in_background: bool = True,
     ) -> HeldCheckpoint:
-        """Begin :meth:`save`: every role prepares its part of the checkpoint of the current step.
+        """Make every role prepare a checkpoint of the current step; the result has a method ``write``.
 
-        The caller must write a checkpoint before it begins the next one. Training can continue during the
-        writing if the roles have copied their parts.
+        The caller must call ``write`` before it begins the next checkpoint. If the result has ``is_copied``,
+        training can continue meanwhile.
 
         Args:
-            manifest: without tables and files.
+            manifest: a manifest to which this method adds tables and progress, and ``write`` adds files.
             reports: further tensors to store; see :meth:`RunProgress.pack`.
-            in_background: whether roles copy their parts, if the hosts of workers have the memory for copies.
+            in_background: whether workers copy their tensors, unless their hosts lack the memory for copies.
         """
         progress = {**manifest.progress, **self._own_progress()}
         manifest = replace(manifest, tables=self.placement.shapes, progress=progress)
@@ -247,10 +247,9 @@ class Session:
         return {}
 
     def begin_delta(self, folder: StoragePath, manifest: Manifest) -> HeldCheckpoint:
-        """Make every role copy its nets, and its rows that changed since the last delta or checkpoint.
+        """Make every role copy its nets, and the rows that changed since the last delta or checkpoint.
 
-        A delta of a stream has the encoder, too, because the scaling of columns may change during the run.
-        ``manifest`` is as for :meth:`begin_save`.
+        In a stream, the delta contains the encoder, too. ``manifest`` is as for :meth:`begin_save`.
         """
         manifest = replace(manifest, tables=self.placement.shapes)
         texts = {} if self._data_folder else {feature_encoder.FILE_NAME: self.encoder.to_json()}
@@ -259,7 +258,7 @@ class Session:
     def _hold(
         self, is_copied: bool, is_delta: bool = False
     ) -> Callable[[StoragePath], Sequence[transport.Pending[Files]]]:
-        """Make every role prepare its files; return a function that makes the roles write the files."""
+        """Make every role prepare its files, as copies if ``is_copied``; return a function to write them."""
         self._flush()
         bulk, saving = BULK_TIMEOUT_SECONDS, self.config.saving_trainers
         hold = HostedModule.begin_save
@@ -272,13 +271,13 @@ class Session:
         return lambda partial: [w.call(JobObject.write, partial, timeout_seconds=bulk) for w in writers]
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, to continue training; RemoteError if a role finds another model in it."""
+        """Load a checkpoint, to continue training; RemoteError if the checkpoint has another model."""
         self.restore(stored)
         self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
 
     def restore(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, to evaluate it; RemoteError if a role finds another model in it."""
+        """Load a checkpoint, to evaluate its model; RemoteError if the checkpoint has another model."""
         path = stored.folder.absolute()  # other roles have other working directories
         step, bulk = stored.manifest.step, BULK_TIMEOUT_SECONDS
         calls = [each.call(HostedModule.load, path, step, timeout_seconds=bulk) for each in self.hosted]
@@ -335,10 +334,11 @@ class Session:
 class DatasetSession(Session):
     """A session that trains and evaluates on a prepared data set; the base class of ``StreamSession``.
 
-    ConfigError or DataError if a held-out split is empty, or a metric or ranking loss does not fit the data.
+    Creation raises ConfigError or DataError if a held-out split is empty, or a metric or a ranking loss does
+    not fit the data.
 
     Attributes:
-        ended_unit: the name of the stream's unit that has ended last; the caller resets it to "".
+        ended_unit: the unit of a stream that has just ended, until the caller sets ``ended_unit`` to "".
         is_delta_due: whether the event time of the last step of a stream makes a delta due.
         steps_per_epoch, total_steps: number of steps of an epoch, and of the run.
         reports: by split, the numbers of rows, invalid rows, labels and unknown values.
@@ -429,7 +429,7 @@ class DatasetSession(Session):
             yield self._on_trainers(timeout, Trainer.evaluate, split, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint; DataError if its data set differs, RemoteError if a role finds another model."""
+        """Load a checkpoint; DataError if it is of another data set, RemoteError if it has another model."""
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.files_folder / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None

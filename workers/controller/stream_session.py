@@ -164,10 +164,10 @@ class StreamSession(DatasetSession):
         return cursor.pack()
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, and continue at its position in the stream; errors as in :meth:`Session.load`.
+        """Load a checkpoint, and continue at the position in the stream that the checkpoint contains.
 
-        Raise CheckpointError without such a position; ConfigError, DataError or StorageError if its unit
-        cannot be continued.
+        CheckpointError if there is no such position; ConfigError, DataError or StorageError if the stream
+        cannot be read from there; RemoteError if the checkpoint has another model.
         """
         self._cursor.restore(stored)
         if self.unit is not None:
