@@ -33,7 +33,7 @@ _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a lis
 
 @dataclass
 class Interval:
-    """What trainers reported about the steps since the last log step."""
+    """The reports of the trainers on the steps since the last log step."""
 
     num_steps: int = 0
     seconds: float = 0.0  # time of the trainers for these steps
@@ -64,7 +64,7 @@ class Interval:
         return math.fsum(loss for report in self._by_rank for loss in report.losses) / self.num_steps
 
     def score(self, task: TaskSection) -> float:
-        """Return the first task's main metric, from predictions before the updates; NaN without labels."""
+        """Return the main metric of the first task, on the predictions of these steps; NaN without labels."""
         outputs_N = torch.cat([report.outputs for report in self._by_rank])
         labels_N = torch.cat([report.labels for report in self._by_rank])
         has_label_N = ~labels_N.isnan()
@@ -72,7 +72,7 @@ class Interval:
         return task_metrics("", task, outputs_N[has_label_N], labels_N[has_label_N], None)[task.main_metric]
 
     def progressive_metrics(self) -> dict[str, float]:
-        """Return the metrics of a binary first task, from the same predictions as :meth:`score`."""
+        """Return the metrics of the first task, which must be binary, on the predictions of these steps."""
         metrics = ProgressiveMetrics()
         for report in self._by_rank:
             metrics.add(report.outputs, report.labels)
@@ -81,7 +81,7 @@ class Interval:
 
 @dataclass
 class RunProgress:
-    """The state of a run that its checkpoints store beside the model."""
+    """The counters and metrics of a run, which checkpoints store besides the model."""
 
     step: int = 0  # number of completed steps
     metrics: Metrics | None = None  # metrics of the last evaluation, if there was one
@@ -96,7 +96,7 @@ class RunProgress:
     unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics, compare=False)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float, *, in_unit: bool = False) -> None:
-        """Add steps; ``in_unit``: whether they count for the unit, which needs a binary first task."""
+        """Add steps; if ``in_unit`` (only for a binary first task), add them to the metrics of the unit."""
         self.step += len(reports[0].losses)
         self.samples += sum(len(report.labels) for report in reports)
         self.seconds += seconds
@@ -108,10 +108,10 @@ class RunProgress:
     def has_lost_patience(
         self, train: TrainSection, steps_per_epoch: int, best: Best | None, start: int = 0
     ) -> bool:
-        """Return whether the run ends now, because ``train.patience`` evaluations brought no progress.
+        """Return whether the last ``train.patience`` evaluations were not better, so that the run ends now.
 
         Evaluations are counted by steps, so a resumed run ends at the same step. The count begins after
-        ``best``, or after step ``start`` if ``best`` is None or NaN. Steps ``undefined`` do not count.
+        ``best``, or after step ``start`` if ``best`` is None or NaN. NaN evaluations do not count.
         """
         every = train.eval_every_steps or steps_per_epoch
         best_step = start if best is None or math.isnan(best.value) else best.step
@@ -119,7 +119,7 @@ class RunProgress:
         return 0 < train.patience <= self.step // every - best_step // every - undefined
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the progress of a manifest, and tensors by name, for a checkpoint."""
+        """Return what a checkpoint stores of this object: values for the manifest, and tensors by name."""
         values = {
             OWES_EVALUATION: self.owes_evaluation,
             "samples": self.samples,
@@ -141,10 +141,7 @@ class RunProgress:
 
     @classmethod
     def unpack(cls, step: int, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Return the progress after ``step`` that :meth:`pack` has packed, without metrics.
-
-        CheckpointError if another version of hybrid has packed it.
-        """
+        """Return the progress after ``step`` from what :meth:`pack` returned; CheckpointError if invalid."""
         if not values:
             return cls(step)
         try:
@@ -177,10 +174,10 @@ class _PendingCheckpoint(NamedTuple):
 class Checkpoints:
     """The checkpoints and deltas of a run, written one at a time while the run trains.
 
-    If one of them cannot be written, a warning is shown and training continues. Only the last checkpoint of
-    a run must succeed. After a start, a resume or a failure, a checkpoint is written instead of a delta, and
-    starts a new chain of deltas. A checkpoint also follows every 1000 deltas. A delta that is due while a
-    checkpoint is written waits for a later step, unless it is due by event time: then training waits.
+    If writing fails, a warning is shown and training continues. Only a failure of the last checkpoint is an
+    error. The first delta that is due after a start, a resume or a failure is replaced by a checkpoint; the
+    same happens after 1000 deltas. A delta that is due while a checkpoint is written waits for a later step,
+    unless the delta is due by event time: then training waits.
     """
 
     session: DatasetSession
@@ -282,7 +279,7 @@ class Checkpoints:
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: RunProgress, best: Best | None) -> None:
-        """If a stopped run wrote this step's checkpoint without its evaluation, add the evaluation."""
+        """If a stopped run wrote the checkpoint of this step before the evaluation, add the evaluation."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self.run.sync()
@@ -306,7 +303,7 @@ class Checkpoints:
         return self.session.is_delta_due or is_due_by_time or is_due_by_steps
 
     def _write_delta(self, now: RunProgress) -> None:
-        """Write a delta before a full checkpoint, so that ``hybrid.follow`` need not read the checkpoint."""
+        """Write a delta before a checkpoint of the same step; ``hybrid.follow`` then skips the checkpoint."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()
@@ -342,7 +339,7 @@ class Checkpoints:
         return Manifest(now.step, epoch, {}, metrics=metrics, progress=progress)
 
     def _start(self, kind: str, saving: HeldCheckpoint, best: Best | None, start: float) -> None:
-        """Begin to write what the roles hold; if it is no copy, wait for the end."""
+        """Begin to write a checkpoint or delta; if the roles have no copies, wait until it is written."""
         pending = _PendingCheckpoint(kind, saving.manifest.step, best, Future())
         arguments = saving, pending, start
         # A daemon thread does not keep a failed process alive.
@@ -394,7 +391,7 @@ class Checkpoints:
             self.warn(f"an old delta could not be removed: {error}")
 
     def _rebased(self, manifest: Manifest, taken_at: float) -> DeltaChain:
-        """Return the chain of deltas with the full checkpoint of ``manifest`` as its base."""
+        """Return the chain of deltas after a full checkpoint, whose step ended at the time ``taken_at``."""
         chain, identity = self._chain, identity_of(manifest)
         if chain is None or chain.last.step != manifest.step:
             return DeltaChain(ModelVersion(0, manifest.step, identity, "", taken_at), identity)
@@ -409,7 +406,7 @@ class Checkpoints:
             self.warn(f"an old checkpoint could not be removed: {error}")
 
     def _end(self) -> None:
-        """Wait for the writing of the pending checkpoint, if any, and log it; raise its error."""
+        """Wait until the pending checkpoint, if any, is written, and log it; raise an error in writing."""
         pending = self._pending
         if pending is None:
             return

@@ -56,7 +56,7 @@ class DifferenceError(HybridError):
 
 
 class TensorName(NamedTuple):
-    """The name of a tensor: what it belongs to, and its kind."""
+    """The name of a compared tensor: a parameter or table, and which of its tensors (``kind``)."""
 
     parameter: str  # a parameter or buffer of a net, "table NAME", or "loss of every step"
     kind: str = VALUE  # "value", an optimizer state, or an array of a growing table's key records
@@ -70,7 +70,7 @@ Snapshot: TypeAlias = dict[TensorName, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of two tensors that should be equal."""
+    """The difference of two tensors that should be equal; a ``ratio`` above 1 exceeds the tolerance."""
 
     name: TensorName
     largest: float  # largest absolute difference
@@ -94,8 +94,8 @@ class Difference:
 def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence[str] = ()) -> Snapshot:
     """Return the tables, the nets of all trainers, the remote net, and the optimizer state of a cluster.
 
-    ``names`` and ``remote_names`` name the parameters of the dense net and of the remote net, in order. A net
-    without names is left out.
+    ``names`` and ``remote_names`` are the names of the parameters of the dense net and of the remote net, in
+    order. If a list is empty, its net is left out.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0))
@@ -144,7 +144,7 @@ def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[Any, Mappi
 
 
 def reference_snapshot(reference: Reference) -> Snapshot:
-    """Return the tensors of one process, under the same names as :func:`snapshot`."""
+    """Return the tensors of the training in one process, under the names that :func:`snapshot` uses."""
     tensors = _named("table ", reference.tables, reference.table_states)
     for table, keys in reference.keys.items():
         of_table = TensorName(f"table {table}")
@@ -166,7 +166,7 @@ def reference_snapshot(reference: Reference) -> Snapshot:
 
 
 def _restore(reference: Reference, start: Snapshot) -> None:
-    """Set the nets and the optimizer state of one process to the cluster's values at the start."""
+    """Copy the cluster's nets and optimizer state before the first step into ``reference``."""
     for table, state in reference.table_states.items():
         for kind, tensor in state.items():
             tensor.copy_(start[TensorName(f"table {table}", kind)])

@@ -131,9 +131,9 @@ class Outcome:
 
 
 class Training:
-    """A job that trains: it begins at step 0 or at a checkpoint, and ends with the summary or on request.
+    """A job that trains, from step 0 or from a checkpoint, until the run ends or a stop is requested.
 
-    It writes into the run folder only after all roles have their tables and nets.
+    The job writes into the run folder only after all roles have their tables and nets.
 
     Attributes:
         doing: current activity, for error messages.
@@ -201,7 +201,7 @@ class Training:
             return self._finish(session, view)
 
     def _find_checkpoint(self, view: TerminalView) -> Checkpoint | None:
-        """Return the newest valid checkpoint of a resumed run; None for a new run, or if there is none."""
+        """Return the newest valid checkpoint of a resumed run; None for a run without checkpoints."""
         if not self._task.resume:
             return None
         if not checkpoint_folders.list_checkpoints(self._run):
@@ -336,7 +336,7 @@ class Training:
         view.evaluation(name, self._now.step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """If a stop is requested from now on, show that the run stops after ``step``."""
+        """Make the session show, if a stop is requested while it waits, that the run stops after ``step``."""
 
         def announce() -> None:
             if self._stop.is_requested and not self._is_stop_announced:
@@ -346,7 +346,10 @@ class Training:
         session.meanwhile = announce
 
     def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
-        """Return the steps until the next log line, evaluation, checkpoint, stop check or end of an epoch."""
+        """Return the number of steps of the next call, which follows ``within`` steps of the epoch.
+
+        A call ends after about a second, or earlier at a log line, evaluation, checkpoint or end of an epoch.
+        """
         train = self._config.train
         if math.isnan(self._seconds_to_first_step):
             return 1  # the first log line appears as soon as possible
@@ -375,7 +378,7 @@ class Training:
         return metrics
 
     def _test(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Test the best or last model, if that is not done; return False if a stop is requested meanwhile."""
+        """Set the test metrics, by an evaluation if needed; return False if a stop is requested meanwhile."""
         if self._selection == TEST or not session.has_rows(TEST):
             self._tested = None if self._now.metrics is None else (self._now.step, self._now.metrics)
             return True
