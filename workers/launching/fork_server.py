@@ -67,7 +67,7 @@ class ProcessEnd:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the system kill this process, even if frozen, when ``parent`` ends; exit if it has ended."""
+    """Make the system kill this process, even if frozen, when ``parent`` ends; exit if it ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

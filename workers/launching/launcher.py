@@ -94,7 +94,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 
 
 def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextManager[None]:
-    """Return a context that serves metrics on ``cluster.metrics_port``, if set; ConfigError if it cannot."""
+    """Return a context that serves metrics on ``cluster.metrics_port``, if set; ConfigError if that fails."""
     if not cluster.metrics_port:
         return nullcontext()
     try:
@@ -175,7 +175,7 @@ def _restore_screen() -> None:
 
 
 class Restarts:
-    """Decides on restarts and records them; ``maximum`` limits the restarts between two checkpoints."""
+    """Decides on restarts and records them; ``maximum`` limits the restarts without a new checkpoint."""
 
     def __init__(self, folder: Path, maximum: int) -> None:
         self._folder = folder
@@ -230,7 +230,7 @@ class Restarts:
         return code_of(failure.cause, self._state(failure).has_stepped_since(self._at_start))
 
     def is_finished(self, failure: RoleFailure) -> bool:
-        """Return whether the run had finished since the last start, before ``failure``."""
+        """Return whether the run wrote its result after the last start; then ``failure`` does no harm."""
         result = self._state(failure).result
         return result is not None and result != self._at_start.result
 

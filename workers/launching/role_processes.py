@@ -212,7 +212,7 @@ def run_role(
 ) -> None:
     """Run a role in its process; after a failure, ``report`` it to the launcher and end the process.
 
-    The output goes to the role's log, except the standard output of the master (of a script: of trainer 0).
+    The output goes to the role's log. Only the master (for a script, trainer 0) keeps its standard output.
     """
     if not isinstance(task, TrainTask):  # the server ignores this signal; this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
