@@ -93,7 +93,7 @@ def run_write_errors(path: StoragePath, remedy: str = "set run.folder to another
 
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
-    """Yield a temporary folder for logs; remove it at the end, unless a HybridError names the folder.
+    """Yield a temporary folder for logs. Remove it at the end, unless a HybridError mentions its path.
 
     Also remove the folders with this prefix that killed commands have left.
     """
@@ -112,7 +112,7 @@ def scratch_logs(prefix: str) -> Iterator[Path]:
 
 
 def _remove_stale_logs(prefix: str) -> None:
-    """Remove the folders of killed commands: their lock files exist, but no process holds them."""
+    """Remove the temporary folders of killed commands: the lock file in such a folder is not locked."""
     for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK_FILE}"):
         with suppress(OSError, HybridError):  # it is in use, or another command removes it
             status = lock.lstat()
@@ -132,7 +132,7 @@ def command_name() -> str:
 def checkpoint_root(folder: Path) -> StoragePath:
     """Return the folder of a run's checkpoints: the URL in its file ``.store``, or the local folder itself.
 
-    HybridError if the file ``.store`` is unreadable, or ``folder`` is not the private folder for its URL.
+    HybridError if the file cannot be read, or ``folder`` is not the folder that hybrid creates for the URL.
     """
     path = folder / _STORE_FILE
     if not os.path.lexists(path):
@@ -157,7 +157,7 @@ def record_script_checkpoints(scratch: Path, folder: StoragePath) -> None:
 def script_checkpoints(scratch: Path) -> StoragePath | None:
     """Return the folder that :func:`record_script_checkpoints` recorded in ``scratch``, or None.
 
-    If ``scratch`` is a run folder, which other users may have written, the record is ignored.
+    A record in a run folder is ignored, because another user may have written it.
     """
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
@@ -233,7 +233,7 @@ def upload(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The progress of a run at one time."""
+    """The progress of a run at one time, as the files of the run show it."""
 
     logged_step: int  # the last step in metrics.jsonl
     checkpoint_step: int | None  # the step of the newest checkpoint; None if there is none
@@ -319,7 +319,7 @@ def check_same_model(run: StoragePath, config: RunConfig) -> None:
 
 
 def newest_run(config: RunConfig) -> StoragePath | None:
-    """Return the run in ``run.folder`` or, without this key, the newest run ``run.name``; None if missing."""
+    """Return the run in ``run.folder``; if the key is empty, the newest runs/NAME-TIME. None if missing."""
     if folder := config.run.folder:
         return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
     # run_path makes these names.

@@ -32,15 +32,15 @@ _STOP_SECONDS = 20.0  # time limit of the last calls of loggers, if a stop is re
 class RunFolder:
     """The files of one run, closed by ``close`` or a ``with`` block.
 
-    The folder of a resumed run may be missing. The result, and the records of later steps and of the last
-    test, are removed, to be written again. Every method raises HybridError with the path of the file if a
-    file cannot be written.
+    The folder of a resumed run may be missing. A resume removes the result, and the records of later steps
+    and of the last test, because the run writes them again. If a file cannot be written, every method raises
+    HybridError with its path.
 
     Args:
-        step: the step after which the run resumes. None for a new run: ConfigError if ``path`` contains a run
-            already, or is a file.
-        is_evaluated: False if the evaluation at ``step`` is still due; then its old record is dropped.
-        unit: the unit of a stream in which the run resumes; a record of its end at ``step`` is dropped.
+        step: the step after which the run resumes. None for a new run; then ConfigError if ``path`` contains
+            a run already, or is a file.
+        is_evaluated: False if the evaluation at ``step`` is still due; then a record of it is removed.
+        unit: the unit of a stream in which the run resumes; a record that it ended at ``step`` is removed.
         loggers: the loggers of ``config``; None to make them.
 
     Attributes:
@@ -110,6 +110,7 @@ class RunFolder:
 
         Args:
             kind: "train", "checkpoint", "delta", "unknown" (values), "unit" (of a stream), or a split.
+            more: further fields of the record, which the loggers do not get.
         """
         with run_write_errors(self._metrics_path):
             self._metrics.append(kind, step, numbers, **more)

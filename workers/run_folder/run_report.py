@@ -157,7 +157,7 @@ def _cell(value: object) -> str:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested mappings; yield (title, value) of each value that is not None."""
+    """Yield (title, value) of each value in nested mappings, except None; titles start with ``before``."""
     for name, value in values.items():
         title = before + metric_title(name)
         if isinstance(value, Mapping):

@@ -121,7 +121,7 @@ def _details(span: Span) -> dict[str, float]:
 
 
 def _paths(spans: Sequence[Span]) -> Iterator[tuple[SpanPath, Span]]:
-    """Yield each span of a role with its path; spans of one thread must be nested, or not overlap."""
+    """Yield each span of a role with its path: the names of the spans that enclose it, and its own name."""
     enclosing: dict[str, list[tuple[SpanPath, int]]] = defaultdict(list)
     for span in spans:
         path: SpanPath = (span.name,)
