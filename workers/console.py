@@ -1,8 +1,7 @@
 """Output of every command: lines of text, log records, and the view of a run. Does not import torch.
 
-All other modules print through this one. Log records go to stderr, which is the log file of a role under
-``hybrid launch``. Printing raises no error if a pipe or a terminal is closed, or a disk is full: the text is
-lost, and the command reports the loss once.
+Log records go to stderr, which is the log file of a role under ``hybrid launch``. Printing raises no error if
+a pipe or a terminal is closed, or a disk is full: the text is lost, and the command reports the loss once.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def logging_to_stderr(level: Verbosity, *, is_role_log: bool = False) -> Iterato
 
     Args:
         level: QUIET logs errors; NORMAL also warnings; VERBOSE also records of level INFO.
-        is_role_log: whether stderr is a role's log file; it gets INFO at any level, and DEBUG at VERBOSE.
+        is_role_log: whether stderr is a role's log file. Then INFO is logged at any level, DEBUG at VERBOSE.
     """
     global _verbosity
     if is_role_log:
@@ -103,7 +102,7 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print lines without escaping their control characters; not for text from files."""
+    """Print text as it is. For text from files, which may have control characters, use :func:`print_line`."""
     print(text, end="", flush=True)
 
 
@@ -114,8 +113,7 @@ def json_text(values: Mapping[str, Any]) -> str:
 def visible(text: str) -> str:
     """Return ``text`` on one line; control characters become escapes such as ``\\x1b``.
 
-    Text from files (column names, values, paths) could otherwise move the cursor, change colors, or run from
-    right to left.
+    Text from files, such as column names, could otherwise move the cursor, change colors, or run backwards.
     """
     return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -189,8 +187,8 @@ def tolerate_lost_output(
 ) -> Iterator[set[str]]:
     """Keep this process running in the block if stdout or stderr cannot be written.
 
-    If stdin, stdout or stderr is closed, a null device that refuses writes takes its descriptor, so that no
-    other file gets it. Yields a set, to which the name of each lost stream is added.
+    A closed stdin, stdout or stderr is replaced by the null device, so that no file which is opened later
+    gets the descriptor. Yields a set, to which the name of a stream is added when its output is lost.
 
     Args:
         command: name of the command, for messages.
@@ -244,7 +242,7 @@ def _wrap(previous: Any, file: io.FileIO) -> io.TextIOWrapper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """The state of a run at one log step."""
+    """The numbers that a run shows and logs, at least every ``train.log_every_steps`` steps."""
 
     # step, epoch: counted from 1.
     step: int
@@ -325,8 +323,8 @@ def _clock(seconds: float) -> str:
 class TerminalView:
     """The output of a run during a ``with`` block. A quiet command prints only warnings and results.
 
-    A terminal shows a live region. Plain lines replace it if ``console`` (default: stdout) is no terminal, or
-    if the command is verbose, because log records would break the region.
+    A terminal shows a live region: lines that are redrawn. If ``console`` (default: stdout) is no terminal,
+    or the command is verbose (log records would break the region), plain lines are printed instead.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -360,7 +358,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show the progress in place of the last; without a live region, print a line unless quiet."""
+        """Show the progress in the live region, or else on a new line unless the command is quiet."""
         self._progress = progress
         if self._live is not None:
             self._draw()

@@ -105,8 +105,8 @@ def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
 def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
     """Return FAILED if a restart of a failed run would fail in the same way, else AGAIN.
 
-    An error that the user must correct would occur again. So would an exception or a lack of memory before
-    the first step; ``has_stepped`` is whether the run took a step since its start.
+    An error that the user must correct would occur again. If the run has taken no step since its start (not
+    ``has_stepped``), an exception or a lack of memory would occur again, too.
     """
     is_final = cause is Cause.REFUSED or (cause in (Cause.EXCEPTION, Cause.STARVED) and not has_stepped)
     return ExitCode.FAILED if is_final else ExitCode.AGAIN
@@ -154,7 +154,7 @@ class StopRequest:
     """A request to stop a run, made by a signal during :meth:`handling_signals`.
 
     Args:
-        seconds: time that the block of :meth:`handling_signals` has to end; then it raises an Interrupt.
+        seconds: time from the request to the end of the block; an Interrupt ends a block that takes longer.
         forward: called when the stop is requested.
     """
 
@@ -170,8 +170,8 @@ class StopRequest:
     def handling_signals(self) -> Iterator[None]:
         """Request a stop at the first signal in this block, which runs in the main thread.
 
-        A second SIGINT, SIGTERM or SIGHUP goes to the previous handler. SIGUSR1 and STOP_REQUEST never go
-        there, because they may arrive more than once.
+        A second SIGINT, SIGTERM or SIGHUP goes to the previous handler. A second SIGUSR1 or STOP_REQUEST is
+        ignored, because these signals may arrive more than once.
         """
         previous_handler = signal.signal(signal.SIGALRM, self._give_up)
         try:
@@ -205,7 +205,7 @@ class StopRequest:
 def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
     """Call ``forward(number)`` at each stop signal or SIGUSR1, so that the role reports it to the master.
 
-    If such a signal has come before, Ctrl-C ends the role at once. Other signals never do, because a
+    If Ctrl-C follows an earlier signal, the role ends at once. Other signals do not end the role, because a
     scheduler may send them to all roles, and more than once. Ignored signals stay ignored.
     """
     received = list[int]()

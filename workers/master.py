@@ -33,10 +33,10 @@ _HEARTBEAT_SECONDS = 1.0
 def report_cause(
     cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """Find the cause of a failure, send it to every role in a stop message, and return it.
+    """Find the cause of a failure, send the cause to every role in a stop message, and return the cause.
 
-    If the heartbeats report a lost role meanwhile, its loss is the cause. ``code_of`` maps the cause to the
-    exit code of the roles.
+    If the heartbeats report a lost role meanwhile, that loss is the cause. ``code_of`` maps the cause to the
+    exit code of the roles. For ``when``, see :func:`diagnose`.
     """
     try:
         cause = diagnose(error, when)
@@ -47,10 +47,10 @@ def report_cause(
 
 
 def diagnose(error: ClusterError, when: str) -> ClusterError:
-    """Return the error to report: ``error``, with the text ``when``, such as "at step 12", in its message.
+    """Return an error for the user: ``error`` with the text ``when``, such as "at step 12", in its message.
 
     An error of another role stays unchanged if its message is complete. If a lost role may be the cause, wait
-    a second, in which the thread of the heartbeats may raise a LostRoleError here.
+    a second. During this time, the heartbeats may raise a LostRoleError, which names the role.
     """
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)
