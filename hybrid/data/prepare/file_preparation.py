@@ -2,8 +2,8 @@
 
 A stage processes a segment, or a piece (some blocks of a segment)::
 
-    parse_segment  a segment of a file ──> pieces: numbers, and codes into the piece's distinct values
-    hold_out       all training pieces ──> the rule that selects the rows of each split
+    parse_segment  a segment of a file ──> pieces: numbers, and dictionary-encoded values
+    hold_out       all training pieces ──> the rules that select test and validation rows
     fit_piece      a piece             ──> counts of each value in training rows; moments; quantiles
     rank_values    all pieces          ──> a vocabulary: the values by descending count
     encode_piece   a piece             ──> its samples, at their positions in the arrays of the splits
@@ -62,7 +62,7 @@ RANKED_AT_ONCE = 1 << 16  # pieces' values are added up when more wait than this
 
 
 class BlockLog(NamedTuple):
-    """Counts of the rows of a block, and its invalid rows."""
+    """The number of rows in a block, and the invalid rows."""
 
     num_rows: int  # number of rows, invalid ones included
     num_lines: int  # lines of these rows in the file
@@ -72,7 +72,7 @@ class BlockLog(NamedTuple):
 
 @dataclass(eq=False)
 class FilesPreparation:
-    """Prepares the samples of files, and writes the arrays of all splits."""
+    """Parses and encodes the rows of input files, and writes the arrays of all splits."""
 
     config: RunConfig  # the file format, and the rules for splits
     files: Mapping[str, Sequence[InputFile]]  # see hybrid.data.parse.input_files.find_input_files
@@ -91,7 +91,7 @@ class FilesPreparation:
         self._should_stop = threading.Event()
 
     def write(self) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
-        """Write all splits; return the encoder, and reports by split.
+        """Write all splits; return the encoder fitted on the training rows, and a report for each split.
 
         Raise ConfigError, DataError or StorageError if the files cannot be used.
         """
@@ -160,7 +160,7 @@ class FilesPreparation:
     def _fit(
         self, pieces: Sequence[Piece]
     ) -> tuple[FittedStatistics, list[Mapping[str, Position]], Mapping[str, Position]]:
-        """Return the statistics of training rows; and by split, where each piece starts, and the end."""
+        """Return the training statistics, the start of each piece in each split, and the ends of splits."""
         statistics = FittedStatistics.empty(self._layout)
         nothing = np.zeros(1 + len(self._layout.sparse), np.int64)
         starts, ends = list[Mapping[str, Position]](), dict.fromkeys(self.config.data.splits, nothing)
@@ -205,7 +205,7 @@ class FilesPreparation:
         }
 
     def parse_segment(self, job: tuple[str, Segment, Path]) -> tuple[list[BlockLog], list[Piece]]:
-        """Parse a segment, and write its pieces into a new folder; return a log by block, and the pieces."""
+        """Parse the segment of a job (split, segment, new folder); return logs of blocks, and pieces."""
         split, segment, folder = job
         layout = self._layout if split == TRAIN else self._layout.without_holdouts
         folder.mkdir()
@@ -226,10 +226,10 @@ class FilesPreparation:
         return blocks, pieces
 
     def fit_piece(self, piece: Piece) -> list[tuple[str, Position, FittedStatistics | None]]:
-        """Count the values of a piece's training rows, and write the counts into its folder.
+        """Count each value in the training rows of a piece, and write the counts into its folder.
 
-        Return for each block of a split: the split, its numbers of rows and of values by column, and the
-        statistics of training rows.
+        Return for each split of each block: the name of the split, an array with the number of rows and
+        the number of values in each column, and statistics of the rows (None except for "train").
         """
         layout = self._layout
         counts: list[npt.NDArray[np.int64]] = [
@@ -249,7 +249,7 @@ class FilesPreparation:
         return blocks
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
-        """Rank the values of columns ``group``, which share a vocabulary; DataError if memory may run out."""
+        """Rank by count the values of columns that share a vocabulary; DataError if memory may run out."""
         ranked = rank([])
         waiting, size = list[ValueCounts](), 0
         for i, piece in enumerate(pieces, 1):
@@ -270,7 +270,7 @@ class FilesPreparation:
         return ranked
 
     def index_values(self, encoding: SparseEncoding) -> None:
-        """Index a column's vocabulary, if any, before threads share it; DataError if memory might run out."""
+        """Build the index of a column that has a vocabulary; DataError if the free memory is too small."""
         if encoding.values is not None:
             texts = encoding.values.texts
             num_bytes = _HASHED_VALUE * len(texts)
@@ -285,9 +285,9 @@ class FilesPreparation:
         writers: Mapping[str, SplitWriter],
         job: tuple[Piece, Mapping[str, Position]],
     ) -> list[tuple[str, LabelSums, npt.NDArray[np.int64]]]:
-        """Write the samples of a piece; ``job`` has the piece, and its position in each split.
+        """Encode and write the rows of a piece; ``job`` is the piece, and its start position in each split.
 
-        Return for each block of a split: the split, the sums of its labels, and ``count_unknown``.
+        Return for each split of each block: the split's name, label sums, and counts of unknown values.
         """
         piece, starts = job
         positions = dict(starts)
@@ -303,7 +303,7 @@ class FilesPreparation:
         return blocks
 
     def _require_memory(self, num_bytes: int, names: Sequence[str]) -> None:
-        """Raise DataError if the free memory does not suffice for ``num_bytes`` in every thread."""
+        """Raise DataError for the columns ``names`` if the free memory is below ``num_bytes`` per thread."""
         num_bytes *= self._num_threads  # which share the free memory
         if num_bytes > available_memory_bytes():
             gib = num_bytes / 2**30
@@ -315,7 +315,7 @@ class FilesPreparation:
     ) -> Iterator[Result]:
         """Yield the result of ``work`` for each job, in the order of the jobs; raise the first exception.
 
-        ``weight`` is the phase's fraction of the total time, measured for rows like Criteo's.
+        Progress reports show ``phase``. ``weight`` is its expected fraction of the total time.
         """
         self._progress.start(phase)
         before = self._fraction
@@ -325,11 +325,11 @@ class FilesPreparation:
             yield result
 
     def _advance(self, rows: int) -> None:
-        """Count processed rows; raise _StoppedError in a job that still runs after the preparation ended."""
+        """Report ``rows`` more rows as processed; raise _StoppedError if the preparation has failed."""
         if self._should_stop.is_set():
             raise _StoppedError
         self._progress.add(rows, self._fraction or None)
 
 
 class _StoppedError(Exception):
-    """The preparation has ended, and the result of a job is not used."""
+    """Ends a job that still runs after the preparation has failed."""

@@ -3,10 +3,10 @@
 The data are in a folder that every trainer can read, or in an object store. With a store, one process
 prepares the data in a local folder and sends the files of this folder::
 
-    CACHE/FINGERPRINT/attempt.txt   the name of the complete attempt; written last
-    CACHE/FINGERPRINT/ATTEMPT/...   the files
+    CACHE/FINGERPRINT/attempt.txt   the name of the folder ATTEMPT with all files; written last
+    CACHE/FINGERPRINT/ATTEMPT/...   the files, in a folder with a random name
 
-Any other host fetches all files once, into a folder that its trainers share.
+Every other host fetches all files once, into a folder that its trainers share.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ATTEMPT = "attempt.txt"
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the folder name of prepared data: a hash of everything that determines the data.
 
-    The spelling of paths does not change it. Without ``files``, find those of ``config``, and raise the
-    errors of :func:`find_input_files`.
+    Different spellings of a path give the same name. Without ``files``, find the input files of ``config``,
+    and raise the errors of :func:`find_input_files`.
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"
@@ -93,14 +93,14 @@ def prepare(
 ) -> Path:
     """Make sure that the samples of all splits of ``config`` are prepared; return their folder.
 
-    The name of the folder is a :func:`fingerprint`, and the folder appears atomically. If several processes
+    The folder is ``cache/FINGERPRINT`` (:func:`fingerprint`), and appears atomically. If several processes
     need the same data at the same time, one prepares them, and the others wait. ``report`` receives progress,
-    one line at a time. ``remedy`` is the end of messages about ``cache``.
+    one line at a time. Error messages about the folder ``cache`` end with ``remedy``.
 
     Raises:
-        ConfigError: a key does not fit the files, or the synthetic click log.
-        DataError: the files cannot be used, or change meanwhile; all training rows have the same label, or no
-            weight above 0; ``cache`` cannot be written; or memory runs out.
+        ConfigError: a key contradicts the input files, or the columns of the synthetic click log.
+        DataError: an input file is unusable, or changes during the preparation; all training rows have one
+            label, or weight 0; the process cannot read or write in ``cache``; or memory runs out.
         StorageError: a store refuses a request.
     """
     files = find_input_files(config.data)
@@ -196,8 +196,8 @@ def ensure_prepared(
 ) -> StoragePath:
     """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
 
-    Raise the errors of :func:`prepare`, and ConfigError for a stream. With a store, also raise DataError for
-    altered data, an unreadable manifest, or a local folder that cannot be used.
+    Raise the errors of :func:`prepare`, and ConfigError if ``data.stream`` is set. With a store, also raise
+    DataError for altered data, an unreadable manifest, or an unusable ``data.local_cache_folder``.
     """
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"
@@ -236,7 +236,7 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
 
     Args:
         source: the result of :func:`ensure_prepared`, or its absolute path or URL.
-        data: the section with the local folder for data from a store.
+        data: names the folder (``local_cache_folder``) to which data from a store are copied.
 
     Raises:
         DataError: the data are incomplete or altered, or the local folder cannot be written.

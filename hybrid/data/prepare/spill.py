@@ -40,7 +40,7 @@ class HoldoutRule:
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return the time after which rows of ``blocks`` are held out; 0 without rows."""
+        """Return the time of the last row in ``blocks`` that this rule does not hold out; 0 without rows."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])
@@ -69,7 +69,7 @@ class HoldoutRule:
 
 
 class Piece(NamedTuple):
-    """Consecutive parsed blocks of a segment, in a folder."""
+    """A folder with consecutive parsed blocks of a segment."""
 
     folder: Path
     first_row: int  # index of the first valid row over all files of the split (at first: of the segment)
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def write(cls, folder: Path, blocks: Sequence[RawBlock], split: str) -> Piece:
-        """Write one or more blocks as a piece into a new folder."""
+        """Write one or more blocks into the new folder ``folder``, and return the piece."""
         folder.mkdir()
         first_row = int(blocks[0].source_rows_B[0])
         matrices = [block.dense_BF for block in blocks]
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
         return cls(folder, first_row, split)
 
     def dictionaries(self) -> list[pa.Array]:
-        """Return the dictionary of each column of data.sparse; an empty array for a column of numbers."""
+        """Return the dictionary of each column of data.sparse; an empty array for a numeric column."""
         first = next(self._batches())
         columns = [first.column(name) for name in first.schema.names if name.startswith(_SPARSE)]
         flat = [each.flatten() if is_list(each) else each for each in columns]
@@ -118,14 +118,14 @@ class Piece(NamedTuple):
         return [each.dictionary if pa.types.is_dictionary(each.type) else nothing for each in flat]
 
     def counts_path(self, k: int) -> Path:
-        """Return the file with int64 counts of column ``k``'s training values; empty without a vocabulary."""
+        """Return the file with the value counts (int64) of column ``k``, empty if ``k`` has no vocabulary."""
         return self.folder / f"counts_{k}"
 
     def blocks(self, dictionaries: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:
-        """Divide each block by split, and yield pairs of a split's name and its rows in the block.
+        """Divide each block by split, and yield pairs: the name of a split, and its rows in the block.
 
-        ``dictionaries`` replace the stored dictionaries of the columns of data.sparse. With [], blocks have
-        no sparse columns.
+        ``dictionaries`` replace the stored dictionaries of the columns of data.sparse. If ``dictionaries``
+        is empty, the yielded blocks have no sparse columns.
         """
         for batch in self._batches():
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -159,7 +159,7 @@ class Piece(NamedTuple):
 
 
 def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the training pieces, each with the rules that select its rows for test and validation."""
+    """Return the training pieces, each with the rules that select its test and validation rows."""
     divided = [*pieces]
     for held in config.data.holdouts:
         rule = HoldoutRule(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)

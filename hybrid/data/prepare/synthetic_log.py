@@ -9,7 +9,7 @@ The label of a sample is drawn with probability sigmoid(logit), where::
 The click is the column ``label``. Three other columns can be labels: ``converted`` (0 or 1; 1 only after a
 click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``data.weight`` may name the column
 ``weight``, and ``data.group`` any categorical column. Categorical columns beyond the seven have no effect.
-Ids are skewed: u is uniform, id = floor(rows * u**3). A split depends on the seed and its size.
+Ids are skewed: u is uniform, id = floor(rows * u**3). Seed and number of rows determine a split.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ _SAMPLE_STREAMS = {"train": 1, "test": 2, "validation": 3}
 
 
 class SyntheticBlock(NamedTuple):
-    """B samples of the click log."""
+    """B samples of the click log, with their true logits, and columns for labels, masks and weights."""
 
     samples: EncodedBlock  # without targets
     rows_B: npt.NDArray[np.int64]  # index of each sample in its split
@@ -72,7 +72,7 @@ class SyntheticBlock(NamedTuple):
 
 
 def targets(config: RunConfig) -> TargetSpec:
-    """Return the targets of a run; ConfigError if a column or a number of classes does not fit the log."""
+    """Return the label, mask, weight and group columns of a run; ConfigError if the log lacks one of them."""
     spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
     for name, task in spec.tasks.items():
         _check_column(f"tasks.{name}.label", task.label, _LABELS[task.kind])
@@ -141,7 +141,7 @@ def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _draw_effects(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
-    """Draw a value per id; weighted by id frequency, their mean is 0, and their deviation is ``scale``."""
+    """Draw a value for each id. Over samples, the values have mean 0 and standard deviation ``scale``."""
     fraction = np.diff(np.cbrt(np.arange(rows + 1) / rows))
     values = rng.standard_normal(rows)
     values -= fraction @ values
