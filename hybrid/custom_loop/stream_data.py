@@ -119,7 +119,7 @@ class StreamData(EncodedData):
                 many rows are invalid.
         """
         cursor = self._cursor
-        if self._trainer == 0 and (left := cursor.source.end(cursor.unit or cursor.last)):
+        if self._trainer == 0 and (left := cursor.source.check_end(cursor.unit or cursor.last)):
             self._backend.warn(left)
         if self._reader is not None:
             self._end_unit()

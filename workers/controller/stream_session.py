@@ -124,7 +124,7 @@ class StreamSession(DatasetSession):
             unit = replace(cursor.unit, files=files, side_files=side_files)
             self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.open_unit, unit, self.encoder, step)
         if cursor.is_over:
-            if left := cursor.source.end(cursor.unit or cursor.last):
+            if left := cursor.source.check_end(cursor.unit or cursor.last):
                 self._warn(left)
             if cursor.unit is not None:
                 self._end_unit(cursor.unit)

@@ -1,5 +1,5 @@
 """Streams: rows that trainers read once and in order, without preparation.
 
-``units`` finds the files that are complete, and divides their rows among steps and trainers.
-``kafka_partitions`` does both for a Kafka topic. ``stream_cursor`` waits for units, and tracks the position.
+``units`` finds complete files and folders, and divides their rows among steps and trainers.
+``kafka_partitions`` divides the messages of a topic. ``stream_cursor`` waits for rows, and has the position.
 """

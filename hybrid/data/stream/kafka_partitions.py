@@ -67,9 +67,9 @@ def _import_kafka() -> Any:
 
 
 def _connect(config: RunConfig) -> Any:
-    """Return a ``Consumer`` that commits no offsets, since checkpoints have them.
+    """Return a Kafka ``Consumer`` that commits no offsets, because checkpoints store the offsets.
 
-    Raise ConfigError for unusable properties, without their values, because a value may be a secret.
+    Raise ConfigError if the ``properties`` are unusable. Messages hide the values, which may be secret.
     """
     kafka, call = _import_kafka(), config.data.stream_call
     fixed = {
@@ -109,9 +109,10 @@ class Topic:
     """A topic as the source of a stream, with the methods of :class:`hybrid.data.stream.units.FileSource`.
 
     Raises:
-        ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, or there are fewer
-            partitions than trainers, or more than rows in a step.
-        DataError: the topic does not exist. OutageError: no broker responds. Methods raise them, too.
+        ConfigError: ``confluent-kafka`` is missing, the properties cannot be used, the topic has fewer
+            partitions than there are trainers, or a step has fewer rows than the topic has partitions.
+        DataError: the topic does not exist. Methods raise DataError and OutageError, too.
+        OutageError: no broker responds.
     """
 
     poll_seconds = 0.1
@@ -130,7 +131,7 @@ class Topic:
             raise ConfigError("train.batch_size", rule, size)
 
     def find(self, last: StreamUnit | None) -> StreamUnit:
-        """Return the topic as a unit that begins where ``last`` ended, or at ``start`` of data.stream."""
+        """Return the topic as a unit, from the end of ``last`` on, or from ``start`` if ``last`` is None."""
         if last is None:
             is_latest = self._config.data.stream_call["start"] == "latest"
             edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
@@ -138,9 +139,9 @@ class Topic:
         return replace(last, side_files=find_side_files(self._config.data))
 
     def count_rows(self, unit: StreamUnit) -> list[int]:
-        """Return the number of offsets of each partition from the position of ``unit`` to the end.
+        """Return the number of offsets in each partition after the position of ``unit``.
 
-        DataError if the topic has another name or number of partitions than ``unit``, or has lost offsets.
+        Raise DataError if name or number of partitions differ from ``unit``, or if such offsets were deleted.
         """
         count = self._count_partitions()
         if (unit.name, len(unit.offsets)) != (self.name, count):
@@ -155,12 +156,12 @@ class Topic:
         return [end - at for at, end in zip(unit.offsets, ends, strict=True)]
 
     def count_steps(self, unit: StreamUnit) -> int:
-        """Return the number of further steps whose offsets all exist; raise the errors of ``count_rows``."""
+        """Return how many of the next steps have all their rows; raise the errors of ``count_rows``."""
         rows = zip(self.count_rows(unit), _rows_of_step(self._config, unit), strict=True)
         return min(found // of_step for found, of_step in rows)
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the rows of the next steps, up to about 262,144 offsets; DataError if no step is ready."""
+        """Yield rows of the next steps, about 262,144 at most; DataError if no step has all its rows."""
         if unit is None or not (num_ready := self.count_steps(unit)):
             raise DataError(f"{self.name}: too few rows for the first step; check data.stream")
         config, partitions = self._config, range(len(unit.offsets))
@@ -172,11 +173,11 @@ class Topic:
                     yield _parse(unit.name, messages, layout)[0]
 
     def wait_hours(self, last: StreamUnit | None) -> float:
-        """Return the hours to wait for the rows of a step before the stream ends."""
+        """Return ``wait_hours`` of data.stream. If a step waits longer for its rows, the stream ends."""
         return float(self._config.data.stream_call["wait_hours"])
 
-    def end(self, at: StreamUnit | None) -> str:
-        """Return a warning if the topic has rows after ``at``, but too few for a step; else an empty text."""
+    def check_end(self, at: StreamUnit | None) -> str:
+        """Return a warning if the stream ends at ``at``, but the topic has more rows; else an empty text."""
         if at is None or not any(rows := self.count_rows(at)):
             return ""
         behind = min(range(len(rows)), key=rows.__getitem__)
@@ -212,7 +213,7 @@ def _convert_errors(topic: str) -> Iterator[None]:
 def _read_steps(
     config: RunConfig, unit: StreamUnit, partitions: Sequence[int], is_over: threading.Event
 ) -> Generator[list[Any], None, None]:
-    """Yield the messages of each step until ``is_over``; raise the errors of :class:`Topic`."""
+    """Yield for each step the messages of ``partitions``, until ``is_over`` is set; for errors, see Topic."""
     kafka, rows = _import_kafka(), _rows_of_step(config, unit)
     fetched: dict[int, deque[Any]] = {p: deque() for p in partitions}  # messages of later steps
     ends = {p: unit.offsets[p] for p in partitions}  # the first offset that is not yet fetched
@@ -270,7 +271,7 @@ class PartitionReader:
         self._log = InvalidRowLog(config.data.max_invalid_fraction)
 
     def batches(self) -> BatchStream:
-        """Return this trainer's endless batches. ``Batch.global_size`` is the size on this trainer only."""
+        """Return this trainer's endless batches. ``global_size`` counts only samples of this trainer."""
         is_over = threading.Event()
         return BatchStream(self._read(is_over), is_over=is_over)
 
@@ -278,7 +279,7 @@ class PartitionReader:
         return {}  # the unit has the offsets
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far. If they are too many, the batches raise DataError."""
+        """Return a report of invalid rows so far. If they are too many, the next batch raises DataError."""
         return self._log.report()
 
     def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:

@@ -1,6 +1,6 @@
-"""The position in a stream, and the wait for its next rows, of configured runs and of custom loops.
+"""The position in a stream, and the wait for the next rows, in configured runs and custom loops.
 
-The source of a stream is files and folders, or a Kafka topic. Each kind has its own reader.
+The source of a stream is files and folders, or a Kafka topic. Each of the two has a reader class.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Reader: TypeAlias = LaneReader | PartitionReader
 
 
 def open_source(config: RunConfig, warn: Callable[[str], object]) -> Source:
-    """Return the source in which units are found; for the errors of a topic, see :class:`Topic`."""
+    """Return the source of units: files or a topic. For the errors of a topic, see :class:`Topic`."""
     return Topic(config) if config.data.is_topic else FileSource(config, warn)
 
 
 def open_reader(
     config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
 ) -> Reader:
-    """Return one trainer's reader from the position of ``unit`` on; for files, see :class:`LaneReader`."""
+    """Return the reader of ``trainer`` from the position of ``unit`` on; for errors, see LaneReader."""
     kind = PartitionReader if config.data.is_topic else LaneReader
     return kind(config, encoder, unit, trainer, num_trainers)
 
@@ -59,20 +59,20 @@ class StreamCursor:
 
     Args:
         warn: receives each warning.
-        report: receives what the run waits for or reads.
+        report: receives a line when the run reads a sample, or has waited for rows for 2 seconds.
 
     Raises:
         ConfigError, DataError: a topic cannot be read; see :class:`Topic`.
 
     Attributes:
         source: finds units.
-        unit: the unit that is read; None before the first unit, between units, and if :meth:`scale` fails.
+        unit: the current unit; None before the first unit, between units, and after a failure of scale().
         last: the unit before ``unit``, or None.
-        num_ready: the number of further steps of ``unit`` whose rows exist; for files, a huge number.
+        num_ready: how many next steps have all their rows; for files, where this is unknown, a huge number.
         is_waiting: whether the run has waited so long for rows that the wait was reported.
-        is_over: whether the wait for further rows has ended without rows.
-        invalid_rows: the invalid rows since this object was created.
-        delta_time: event time from which the next delta is due; infinite without ``event_seconds``.
+        is_over: whether the stream has ended, because the time to wait for rows is over.
+        invalid_rows: a report of the invalid rows since this object was created.
+        delta_time: the event time at which a delta is due; infinite without ``event_seconds``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StreamCursor:
         self._search_at = 0.0  # when the source is searched again
 
     def has_rows(self) -> bool:
-        """Return whether there are rows for the next step. If not, wait briefly, or set ``is_over``.
+        """Return whether there are rows for the next step. If not, sleep for 0.1 seconds, or set ``is_over``.
 
         Raise DataError if a unit or topic cannot be read, and StorageError if a store refuses the request.
         """
@@ -125,7 +125,7 @@ class StreamCursor:
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return the encoder for ``self.unit``. With ``scaling_momentum``, a new unit shifts its scaling.
+        """Return ``encoder``; with ``scaling_momentum``, adapt the scaling of numbers to a new unit.
 
         Raise ConfigError if a file lacks a column; DataError or StorageError if the unit cannot be read.
         """
@@ -142,7 +142,7 @@ class StreamCursor:
         return encoder
 
     def advance(self, num_steps: int) -> None:
-        """Move the position past the next steps of the unit."""
+        """Move the position past the next ``num_steps`` steps of the unit."""
         assert self.unit is not None
         self.num_ready -= num_steps
         self.unit = advance_unit(self._config, self.unit, num_steps)
@@ -151,7 +151,7 @@ class StreamCursor:
         """Return whether a delta is due after a step whose latest event time is ``event_time``.
 
         Once ``event_time`` reaches ``delta_time``, move ``delta_time`` to the next multiple of
-        ``event_seconds``. The first event time only sets the first multiple, and makes no delta due.
+        ``event_seconds``. The first event time of a stream makes no delta due.
         """
         reached = self.delta_time
         if event_time >= reached:
@@ -159,12 +159,12 @@ class StreamCursor:
         return event_time >= reached > _NO_TIME
 
     def set_lanes(self, positions: Mapping[int, LanePosition]) -> None:
-        """Set the position of each lane after the steps taken; do nothing for a topic, which has no lanes."""
+        """Set the positions of the unit's lanes; do nothing if ``positions`` is empty, as for a topic."""
         if self.unit is not None and positions:
             self.unit = replace(self.unit, lanes=tuple(positions[lane] for lane in sorted(positions)))
 
     def add_invalid_rows(self, reports: Sequence[InvalidRowReport]) -> None:
-        """Count the invalid rows that trainers report of the unit; warn if there are more than before."""
+        """Update ``invalid_rows`` by the trainers' ``reports`` on the unit; warn if the number has grown."""
         assert self.unit is not None
         of_unit = InvalidRowReport.merge(reports)
         invalid_rows = InvalidRowReport.merge([self._invalid_rows_before, of_unit])
@@ -174,22 +174,22 @@ class StreamCursor:
         self.invalid_rows = invalid_rows
 
     def end_unit(self, reports: Sequence[InvalidRowReport]) -> None:
-        """End the unit; ``reports`` are the trainers' reports of its invalid rows."""
+        """End the current unit; ``reports`` are the trainers' final reports of invalid rows in this unit."""
         self.add_invalid_rows(reports)
         self._invalid_rows_before = self.invalid_rows
         self.last, self.unit, self.num_ready = self.unit, None, 0
 
     def pack(self) -> dict[str, Any]:
-        """Return the position as an entry of the progress in a checkpoint."""
+        """Return ``{"stream": POSITION}``, an entry of the dictionary ``progress`` in a checkpoint."""
         last = None if self.last is None else asdict(replace(self.last, files=(), lanes=(), side_files=()))
         delta_time = {"delta_time": self.delta_time} if self._event_seconds else {}
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 
     def restore(self, stored: Checkpoint) -> None:
-        """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream.
+        """Continue at the stream position that the checkpoint ``stored`` contains.
 
-        Raise ConfigError if ``data.path`` does not match the last unit. Raise ConfigError, DataError or
-        StorageError if the topic or a side table cannot be read.
+        Raise CheckpointError if it contains none, and ConfigError if ``data.path`` does not match the unit
+        there. Raise ConfigError, DataError or StorageError if the topic or a side table cannot be read.
         """
         try:
             position = stored.manifest.progress[STREAM]

@@ -61,7 +61,7 @@ _side_tables = lru_cache(maxsize=1)(read_side_tables)  # until a file changes
 
 
 class LanePosition(NamedTuple):
-    """The next row of a lane."""
+    """The position of the next row in a lane."""
 
     segment: int = 0  # index of the segment in the lane
     row: int = 0  # index among the valid rows of the segment
@@ -84,12 +84,12 @@ class StreamUnit:
     side_files: tuple[tuple[InputFile, ...], ...] = ()
 
     def layout(self, config: RunConfig) -> Layout:
-        """Return the columns of the unit and its side tables; raise errors of :func:`read_side_tables`."""
+        """Return the columns to parse, with side tables; for errors, see :func:`read_side_tables`."""
         layout = stream_layout(config)
         return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
     def added_files(self) -> list[str]:
-        """Return the files that the unit has got since it was found; none if its files are not known."""
+        """Return the files that were added to the unit after it was found; none if ``files`` is empty."""
         with suppress(DataError):  # the unit may be removed after it was read
             now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])} if self.files else set()
             return sorted(now - {file.path for file in self.files})
@@ -102,7 +102,7 @@ class StreamUnit:
 
 
 def stream_layout(config: RunConfig) -> Layout:
-    """Return the columns of a stream, without side tables; :meth:`StreamUnit.layout` adds them."""
+    """Return the columns to parse, without side tables; :meth:`StreamUnit.layout` adds side tables."""
     return replace(Layout.of(config.data, config.columns, config.tasks), reads_keys=True)
 
 
@@ -112,7 +112,7 @@ class FileSource:
     In its methods, ``last`` is the last unit that has ended, or None.
 
     Args:
-        warn: receives a line for each unit that appears too late to be read, or gets a file too late.
+        warn: receives a line about each unit, or files of a unit, that appeared too late to be read.
     """
 
     poll_seconds = 2.0  # time between two searches
@@ -124,7 +124,7 @@ class FileSource:
         self._known: set[str] | None = None  # paths up to the last unit; None before the first search
 
     def find(self, last: StreamUnit | None) -> StreamUnit | None:
-        """Return the unit after ``last``, or the first; None if it is missing, incomplete or after ``until``.
+        """Return the next unit; None if it is missing or incomplete, or if ``last`` is the unit ``until``.
 
         Raises:
             DataError: the unit or a side table has no files (see :func:`list_files`), or cannot be read.
@@ -159,10 +159,10 @@ class FileSource:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield a sample of the unit: of up to 32 evenly spread segments, the first block of each.
+        """Yield a sample of the unit: the first blocks of up to 32 evenly spread segments.
 
-        Raise ConfigError if a file lacks a column, StorageError if a file is refused, and DataError if there
-        is no unit, it cannot be read, or none of the sample's first 10,000 rows is valid (of all, if fewer).
+        Raise ConfigError if a file lacks a column, and StorageError if a file is refused. Raise DataError if
+        ``unit`` is None or cannot be read, or if none of the (first 10,000) rows of the sample is valid.
         """
         if unit is None:
             paths = ", ".join(self._config.data.path)
@@ -178,12 +178,12 @@ class FileSource:
         log.check_file()
 
     def wait_hours(self, last: StreamUnit | None) -> float:
-        """Return the hours to wait for the next unit before the stream ends or fails; 0 after ``until``."""
+        """Return how many hours to wait for the next unit; 0 if ``last`` is the unit ``until``."""
         is_last = last is not None and last.name == self._until
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
-    def end(self, at: StreamUnit | None) -> str:
-        """Raise DataError if the last unit, ``at``, is not the ``until`` of data.stream; else return ""."""
+    def check_end(self, at: StreamUnit | None) -> str:
+        """Raise DataError if the stream ends at a unit ``at`` that is not ``until``; else return ""."""
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
@@ -230,7 +230,7 @@ class Lane:
         return bool(self._ready)
 
     def read_until(self, end: int) -> list[EncodedBlock]:
-        """Return the next rows, up to row ``end`` of the lane, or one row if it is passed; [] at its end."""
+        """Return the next rows, up to row ``end`` of the lane, but at least one; [] after the last row."""
         parts: list[EncodedBlock] = []
         missing = max(1, end - self.position.num_returned)
         while missing and (self._ready or self.read_ahead()):
@@ -281,15 +281,15 @@ class LaneReader:
         self._positions = {unit.step: self._current()}
 
     def batches(self) -> BatchStream:
-        """Return this trainer's batches. ``Batch.global_size`` is the size on this trainer only."""
+        """Return this trainer's batches. Their ``global_size`` counts only the samples of this trainer."""
         return BatchStream(self._read())
 
     def positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the position of each lane of this trainer after ``step`` steps, or at the lanes' ends."""
+        """Map this trainer's lanes to positions after ``step`` steps; a lane that has ended is at its end."""
         return self._positions.get(step) or self._current()  # the lanes may end before those of others
 
     def invalid_rows(self) -> InvalidRowReport:
-        """Return the invalid rows read so far; DataError if a lane has too many."""
+        """Return a report of the invalid rows read so far; DataError if a lane has too many of them."""
         return InvalidRowReport.merge([log.finish() for log in self._logs.values()])
 
     def _current(self) -> dict[int, LanePosition]:
@@ -315,7 +315,7 @@ class LaneReader:
     def _blocks(
         self, lane: int, segments: Sequence[Segment], position: LanePosition
     ) -> Iterator[tuple[int, EncodedBlock]]:
-        """Yield the blocks of a lane from a position on; with data.shuffle, the rows of each are shuffled."""
+        """Yield (segment index, block) from ``position`` on; data.shuffle shuffles rows within a block."""
         skipped = position.row  # rows of the first segment that were returned before
         for index in range(position.segment, len(segments)):
             segment, start = segments[index], 0
@@ -335,16 +335,16 @@ class LaneReader:
 
 
 def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncoder:
-    """Return the encoder of a stream; ``blocks`` are a sample of its first unit, for scaling and quantiles.
+    """Return an encoder whose scaling and quantiles are fitted on ``blocks``, a sample of a stream.
 
-    Raise DataError if the blocks have no row; an error of the iterator ``blocks`` is raised, too.
+    Raise DataError if the blocks have no rows; errors of the iterator ``blocks`` pass through.
     """
     layout = stream_layout(config)
     return fit_encoder(layout, config.tables, FittedStatistics.of_all(blocks, layout), {})
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
-    """Return ``encoder`` with the fitted scalings of ``before``, except where the transform differs."""
+    """Return ``encoder`` with the fitted scalings in ``before``, for columns whose transform is the same."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
         known.get((each.name, each.transform), each) if column.scaling.name in FITTED_SCALINGS else each
