@@ -100,7 +100,7 @@ VALIDATION_CALLS = CallSignatures(
 
 
 class Holdout(NamedTuple):
-    """Rows of ``data.path`` that are held out from training."""
+    """Rows of ``data.path`` that are held out from training, and how they are selected."""
 
     split: str  # the split of these rows, "test" or "validation"
     key: str  # the key of the configuration that selects them
@@ -272,7 +272,7 @@ class DataSection:
 
     @property
     def time_column(self) -> str:
-        """The column of the event times of a stream; empty if there is none."""
+        """The column of event times, ``time`` in ``stream``; empty if there is none."""
         return str(self.stream_call.arguments.get("time", ""))
 
     @property
@@ -287,7 +287,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSection:
-    """How a column of data.dense or data.sparse is computed; a missing key has the value of [data]."""
+    """How a dense or sparse column is computed. If [data] has the same key, its value is the default."""
 
     kind: str = model(
         "value",
@@ -331,7 +331,7 @@ _DEFAULTS = ColumnSection()
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the model. A key that [columns.NAME] lacks has the value of [data]."""
+    """A column of the model, with the keys of its section [columns.NAME], or by default of [data]."""
 
     name: str
     sources: tuple[str, ...]
@@ -346,7 +346,7 @@ class Column:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether a column of data.sparse has a vocabulary of the values in training rows."""
+        """For a column of data.sparse: whether its vocabulary is built from the values of training rows."""
         return self.kind in ("value", "weighted") and self.vocabulary.name == "build"
 
     @property
@@ -360,12 +360,12 @@ class Column:
         return source
 
     def key(self, list_name: str) -> str:
-        """Return the configuration key that names the sources; ``list_name`` is "dense" or "sparse"."""
+        """Return the key that names the sources: ``data.LIST_NAME`` or ``columns.NAME.source``."""
         return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
 
 
 def matches_path(pattern: str, path: str) -> bool:
-    """Return whether a local path or a URL is, or matches, the element ``pattern`` of data.path."""
+    """Return whether ``path``, a path or URL, equals or matches ``pattern``, an element of data.path."""
     root = PurePosixPath("/-")  # instead of the working directory: match() compares absolute paths whole
     return path == pattern or (root / unquote(path)).match(str(root / unquote(pattern)))
 
@@ -391,7 +391,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return max_ids of a column of sequences, 0 if it is pooled; ConfigError if sequences lack max_ids."""
+    """Return max_ids if a column is not pooled, and 0 if it is pooled; ConfigError if max_ids is missing."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
@@ -412,7 +412,7 @@ def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name
 
 
 def without_growth(vocabulary: str | None) -> str | None:
-    """Return ``vocabulary``; if it is ``grow``, without its arguments, which do not change prepared data."""
+    """Return ``vocabulary``, but ``grow`` without arguments, since these do not change prepared data."""
     is_growing = vocabulary is not None and VOCABULARY_CALLS.parse("vocabulary", vocabulary).name == GROW
     return GROW if is_growing else vocabulary
 

@@ -1,4 +1,4 @@
-"""Keys of a configuration: rules, TOML values, and values that are names with arguments."""
+"""Keys of a configuration: rules, TOML values, and values such as ``adam(eps = 1e-6)``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Map dotted keys and sections of valid TOML to lines, from 1; keys of inline tables may be missing."""
+    """Map dotted keys and sections of valid TOML to line numbers; keys of inline tables may be missing."""
     lines: dict[str, int] = {}
     section: list[str] = []
     first, statement = 1, ""
@@ -89,7 +89,7 @@ in_files = partial(model, takes_numbers=True)  # for names and values in files
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section, or one argument in the value of a key."""
+    """A key of a section, or an argument such as ``eps`` in ``adam(eps = 1e-6)``."""
 
     name: str
     kind: Any  # type of the value, or of the elements of a list
@@ -129,12 +129,12 @@ class Key:
         return ", ".join([kind, *bounds])
 
     def convert(self, value: Any) -> Any:
-        """Convert a value from TOML; a value of a wrong type stays as it is, for :meth:`check` to reject.
+        """Convert a value from TOML. A value of a wrong type stays unchanged, and :meth:`check` rejects it.
 
-        If the key is a list, a list becomes a tuple, and a single value a tuple of length 1. A text with a
-        comma may be meant as a list, so it stays, unless ``signatures`` are set. For a float key, an integer
-        becomes a float. With ``takes_numbers``, numbers and booleans become text. A valid name with arguments
-        gets its canonical spelling, except in a list.
+        For a list key, a list becomes a tuple, and a single value becomes a tuple of length 1. But without
+        ``signatures``, a text with a comma stays a text, since the user may have meant a list. For a float
+        key, an integer becomes a float. With ``takes_numbers``, numbers and booleans become text. A valid
+        name with arguments gets its canonical spelling, except in a list.
         """
         if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
@@ -153,7 +153,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Return the value of ``text`` in a ``--set``: as TOML, or as it is if the key or syntax needs it."""
+        """Parse a value of ``--set`` as TOML; return ``text`` if it is not TOML, or the key needs text."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):
@@ -163,7 +163,7 @@ class Key:
         return value if is_toml else text
 
     def parse_unnamed(self, text: str) -> Any:
-        """Return the value of an argument without a name. Brackets of a list, or quotes, may be missing."""
+        """Parse an argument without a name, as in ``hash(1000)``. Quotes or brackets may be missing."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.convert(value if isinstance(value, list) or not self.is_list else text)
@@ -177,7 +177,7 @@ class Key:
                 self.signatures.parse(dotted, each)
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value has the key's type and limits or choices; ``signatures`` are not checked."""
+        """Return whether a value has the type, limits and choices of the key; do not check ``signatures``."""
         elements = value if self.is_list else (value,)
         return (
             isinstance(elements, tuple)
@@ -211,12 +211,12 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rule: Any) -> Key:
-    """Declare an argument of a value ``NAME(...)``, required if ``default`` is None; ``rule`` as in Key."""
+    """Declare an argument of ``NAME(...)``, required if ``default`` is None. ``rule`` sets fields of Key."""
     return Key(name, kind, is_list, default, "", **rule)
 
 
 def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name in "NAME(a = 1)", and its arguments as lines of TOML; ConfigError if invalid."""
+    """Split "NAME(a = 1)" into the name, and the arguments as lines of TOML; ConfigError if invalid."""
     match = _CALL.fullmatch(text)
     try:
         if match is None:
@@ -236,7 +236,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A name and its arguments; missing arguments have their defaults."""
+    """A parsed ``NAME(...)``: the name, and the values of all arguments, defaults included."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -252,7 +252,7 @@ class CallSignatures:
 
     Args:
         arguments: the arguments of each name. An argument whose default is None is required.
-        others: a pattern of further valid values, which have no arguments.
+        others: a regular expression. Values that match it are valid, too, without arguments.
         others_rule: a description of ``others``.
     """
 
@@ -268,7 +268,7 @@ class CallSignatures:
 
     @property
     def rule(self) -> str:
-        """The names as text, such as ``one of step, cosine``; a single name also has its arguments."""
+        """The names as text, such as ``one of step, cosine``; if there is only one, with its arguments."""
         return self._one_of(self._keys) if len(self._keys) > 1 else self.forms
 
     @property
@@ -298,7 +298,7 @@ class CallSignatures:
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
     def property_of(self, dotted: str) -> Call:
-        """Return a property that parses a section's key ``dotted``; the annotation is for reads of it."""
+        """Return a property that parses the key ``dotted``; annotated with the type of the parsed value."""
         name = dotted.rpartition(".")[2]
         return property(lambda section: self.parse(dotted, getattr(section, name)))  # type: ignore[return-value]
 

@@ -32,7 +32,7 @@ def load_config(
         path: TOML file; None for all defaults. Relative paths in the file are relative to the current folder.
         overrides: ``section.key=value``; a section may be ``tables.NAME``. The last override of a key wins. A
             value is TOML. Text needs no quotes, and a list of one value no brackets.
-        is_stored: whether the program has written the file. Then an unknown key is from another version.
+        is_stored: whether the program wrote the file. If so, an unknown key means that versions differ.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file, and
@@ -52,12 +52,12 @@ def load_config(
 
 
 def read_toml_text(text: str) -> RunConfig:
-    """Return the configuration in a text of :func:`to_toml`; ConfigError if a key or value is invalid."""
+    """Return the configuration in a text from :func:`to_toml`; ConfigError if a key or value is invalid."""
     return _create_config(_by_section(parse_toml(text)))
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with a role's ``--set``; ConfigError if one is invalid or reserved for the master."""
+    """Apply a role's ``--set`` texts; ConfigError if one is invalid, or only the master may set its key."""
     for text in settings:
         section, name, value = _parse_override(text)
         key = _find(section, name)
@@ -126,7 +126,7 @@ def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, d
 
 
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the converted values of each section, such as ``run`` and ``tables.NAME``, by key."""
+    """Map each section, such as ``run`` or ``tables.NAME``, to its converted values by key."""
     sections = {}
     for section, values in document.items():
         if section not in SECTION_KEYS | NAMED_KEYS:
@@ -158,7 +158,7 @@ def _find(section: str, name: str) -> Key:
 
 
 def _unknown_key(section: str, name: str, known: Mapping[str, Key] = {}) -> ConfigError:
-    """Return the error for a key of a section whose keys are ``known``; ``name`` may be empty."""
+    """Return an error for the unknown key ``name``, or if ``name`` is empty, for an unknown section."""
     if not name and section not in SECTION_KEYS:
         near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
         hint = f"did you mean [{near}]?" if near else _HINT
@@ -201,7 +201,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Return what a resumed run must keep, by dotted key: the value, or only the name in ``NAME(...)``."""
+    """Map keys that a resumed run must keep to values, or to NAME of NAME(...) if arguments may change."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

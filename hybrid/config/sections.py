@@ -159,7 +159,7 @@ class ClusterSection:
 
     @property
     def master_endpoint(self) -> tuple[str, int]:
-        """The host name or IP address on which the master listens, and its port; 0 without a port."""
+        """The host name or IP address on which the master listens, and its port, or 0 if none is set."""
         match = re.fullmatch(r"\[([^\[\]]+)\](?::(\d{1,5}))?|([^:\[\]\s]+)(?::(\d{1,5}))?", self.master)
         if match is None:  # an IPv6 address without brackets
             return self.master, 0
@@ -167,7 +167,7 @@ class ClusterSection:
 
     @property
     def stop_timeout_seconds(self) -> float:
-        """The time limit for a role to stop."""
+        """The time that a role has to exit after an error or an interrupt, before it is killed."""
         return max(4.0, self.timeout_seconds / 15)
 
     @property
@@ -249,7 +249,7 @@ class DenseSection:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of a trainer's replicas; empty without replicas."""
+        """The devices of a trainer's replicas; empty if ``device`` is only one device."""
         return tuple(device.strip() for device in self.device.split(",")) if "," in self.device else ()
 
     @property
@@ -278,7 +278,7 @@ class DenseGroupSection:
 
     @property
     def learning_rate(self) -> float | None:
-        """The argument ``lr``; None if the rate of [dense] applies. ValueError if it is no number."""
+        """The argument ``lr``; None if the rate of [dense] applies. ValueError if ``lr`` is no number."""
         rates = [value for name, _, value in self._options if name.strip() == "lr"]
         return float(rates[-1]) if rates else None
 
@@ -459,7 +459,7 @@ class RunConfig:
 
     @property
     def saving_trainers(self) -> range:
-        """The trainers that write a dense net into checkpoints: one of those that share or split a net."""
+        """The trainers that write into checkpoints: one for each dense net that differs from the others."""
         num_writers = 1 if self.dense.ddp == "outside" else self.cluster.trainers
         return range(0, num_writers, self.dense.trainers_per_net)
 
@@ -471,7 +471,7 @@ class RunConfig:
 
 
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
-    """Return the tasks with their label columns; without ``tasks``, a binary task with data.label."""
+    """Return ``tasks`` with empty labels filled in; without ``tasks``, a binary task with data.label."""
     sections = tasks or {LABEL: TaskSection(label=data.label)}
     return {
         name: dataclasses.replace(task, label=task.label or (task.item if task.kind == "retrieval" else name))

@@ -79,7 +79,7 @@ class EmbeddingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSection:
-    """Overrides for one table; a missing key has the value of [embedding]."""
+    """Settings of one table. If [embedding] has the same key, its value is the default."""
 
     dim: int | None = model(None, "Width of a row.", minimum=1)
     optimizer: str | None = setting(
@@ -114,16 +114,16 @@ class TableSection:
 
     @property
     def initial_path(self) -> str:
-        """The path or URL in `initial`; empty if it has none."""
+        """The path or URL in ``initial``; empty if ``initial`` is empty or random."""
         call = self.initial_call
         return "" if call.name == "random" else str(call.arguments.get("file", call.name))
 
 
 def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:
-    """Return the optimizer of a table: its own, or else that of [embedding]."""
+    """Return the optimizer in the section of a table, or if it is missing there, in [embedding]."""
     return TABLE_OPTIMIZERS.parse("optimizer", table.optimizer or embedding.optimizer)
 
 
 def table_placement(embedding: EmbeddingSection, table: TableSection) -> Call:
-    """Return the placement of a table: its own, or else that of [embedding]."""
+    """Return the placement in the section of a table, or if it is missing there, in [embedding]."""
     return PLACEMENT_CALLS.parse("placement", table.placement or embedding.placement)

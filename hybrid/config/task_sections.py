@@ -1,7 +1,4 @@
-"""Keys of [tasks.NAME]: labels, losses and metrics, and the rules between them.
-
-The full name of a metric is ``auc`` in a run with one task, and ``click.auc`` in a run with several.
-"""
+"""Keys of [tasks.NAME]: labels, losses and metrics, and the rules between them."""
 
 from __future__ import annotations
 
@@ -126,17 +123,17 @@ class TaskSection:
 
     @property
     def classes(self) -> int:
-        """The number of classes; 0 for other kinds."""
+        """The number of classes; 0 if ``kind`` is not ``classes``."""
         return int(self.type_call.arguments.get("count", 0))
 
     @property
     def item(self) -> str:
-        """The item column of a retrieval task; KeyError for other kinds."""
+        """The item column of a retrieval task; KeyError for other tasks."""
         return str(self.type_call["item"])
 
     @property
     def is_item_label(self) -> bool:
-        """Whether ``label`` is the item column of a retrieval task, so that each row is a choice."""
+        """Whether ``label`` is the item column of a retrieval task, so that each row is a chosen item."""
         return self.kind == "retrieval" and self.label == self.item
 
     @property
@@ -150,7 +147,7 @@ class TaskSection:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """All metrics of the task; the name of a custom metric is its function's name without the module."""
+        """The names of all metrics of the task; a custom metric has the name of its function."""
         return (*METRICS[self.kind], *(metric.rpartition(":")[2] for metric in self.metrics))
 
     @property
@@ -159,25 +156,25 @@ class TaskSection:
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs of the dense net; for retrieval, user vector and item vector together."""
+        """The number of outputs of the dense net; for retrieval, of the user and item towers together."""
         if self.kind == "retrieval":
             return 2 * int(self.type_call["dim"])
         return self.classes if self.kind == "classes" else 1
 
 
 def metric_name(tasks: Mapping[str, TaskSection], task: str, metric: str) -> str:
-    """Return the full name of a metric of one of ``tasks``."""
+    """Return ``TASK.METRIC`` if there are several tasks, else ``METRIC``."""
     return f"{task}.{metric}" if len(tasks) > 1 else metric
 
 
 def main_metric(tasks: Mapping[str, TaskSection]) -> str:
-    """Return the full name of the main metric of a run: the main metric of its first task."""
+    """Return the main metric of the first task, such as ``auc``, or ``click.auc`` with several tasks."""
     name, task = next(iter(tasks.items()))
     return metric_name(tasks, name, task.main_metric)
 
 
 def shown_metrics(tasks: Mapping[str, TaskSection]) -> list[str]:
-    """Return the full names of the metrics that an evaluation shows; the first is the main metric."""
+    """Return the metrics that an evaluation shows, as named by :func:`metric_name`; main metric first."""
     return [
         metric_name(tasks, name, metric)
         for name, task in tasks.items()
@@ -194,7 +191,7 @@ def metric_title(name: str) -> str:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values are better; true also of a custom metric with a name such as ``mae``."""
+    """Return whether smaller values are better, by the name of the metric alone (even a custom metric)."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 

@@ -78,7 +78,7 @@ def _check_initial(key: str, table: TableSection) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the steps to profile if a run begins at ``steps_before``; ConfigError if it is too short."""
+    """Return the steps to profile after step ``steps_before``; ConfigError if ``total_steps`` is too low."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"
@@ -170,7 +170,7 @@ def _check_stream(config: RunConfig) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """Raise ConfigError if a key names a column twice, or a label that is no item is an input or weight."""
+    """Raise ConfigError if a key repeats a column, or a label (except retrieval items) is input or weight."""
     labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
@@ -185,7 +185,7 @@ def check_columns(
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
     """Raise ConfigError if ``delimiter``, ``missing`` or the labels of [data] are invalid.
 
-    A label may not mean both 1 and 0. ``value_of`` maps equal labels, such as 1 and 1.0, to one value.
+    No label may be positive and negative. ``value_of`` maps equal labels, such as 1 and 1.0, to one value.
     """
     is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
     if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:
@@ -295,7 +295,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return the ``grow`` vocabulary of a table's columns, or None; ConfigError if keys do not allow it."""
+    """Return the ``grow`` vocabulary of table ``name``, or None; ConfigError if keys contradict it."""
     calls = [column_growth(config.data, config.columns, each) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):
@@ -320,7 +320,7 @@ def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call |
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
-    """Map each column of a section [tables.NAME] to its table; ConfigError if a column occurs twice."""
+    """Map each column of the sections [tables.NAME] to NAME; ConfigError if a column has two tables."""
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for column in table.features or (name,):
@@ -332,7 +332,7 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """Raise ConfigError if the warm-up takes the whole schedule; ``end`` is its end, None if unknown."""
+    """Raise ConfigError if the warm-up lasts until ``end``, the last step of the schedule (None: unknown)."""
     if end is None or section.call.name not in FINITE_SCHEDULES:
         return
     if section.warmup_steps and section.warmup_steps >= end:
