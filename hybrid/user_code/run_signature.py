@@ -33,7 +33,7 @@ _KEY_BYTES = 32
 
 
 def signed_toml(config: RunConfig) -> str:
-    """Return the configuration of a run as TOML, signed if the user has a private folder for a key."""
+    """Return the configuration of a run as TOML, with signatures if the user has a signing key."""
     entries = [
         (f"{section}.{name}", each)
         for section, name, key, value in key_values(config)
@@ -51,9 +51,9 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    A value that needs a signature and has none is replaced by its default. It is an error instead if its
-    section is in ``uses``, or if its key also has harmless values: the default of such a key, as of
-    ``dense.net``, is another net, loss, metric or split.
+    If a value lacks a required signature, use the default of its key. Raise ConfigError instead if its
+    section is in ``uses``, or if the key also has values that need no signature, as ``dense.net`` has:
+    with the default of such a key, the model, a loss, a metric or a split would differ.
 
     Args:
         overrides: ``section.key=value``; these values need no signature.
@@ -86,7 +86,7 @@ def load_run_config(
 
 
 def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """For each value with an unsigned element, yield section, name, key and the first unsigned element."""
+    """Yield section, name, key and first unsigned element of each value that lacks a required signature."""
     lines = read_text(path).splitlines()
     signatures = [line.removeprefix(_PREFIX).strip().encode() for line in lines if line.startswith(_PREFIX)]
     own = _key() if signatures else None
@@ -110,7 +110,7 @@ def _signature(key: bytes, dotted: str, value: Any) -> str:
 
 
 def _key() -> bytes | None:
-    """Return the user's key, created at first use; None without a private folder or a valid key file."""
+    """Return the user's signing key, created at first use; None without a private folder or a valid file."""
     folder = private_user_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         return None

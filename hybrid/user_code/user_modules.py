@@ -32,7 +32,7 @@ _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib"
 
 
 class FolderFinder(importlib.abc.MetaPathFinder):
-    """An import hook that finds a module in a folder if the user names it, or code in the folder imports it.
+    """An import hook that finds modules in a folder if the user, or code in the folder, names them.
 
     The folder is not added to ``sys.path``. Otherwise torch and other packages would find optional modules in
     it, which somebody else may have written.
@@ -45,7 +45,7 @@ class FolderFinder(importlib.abc.MetaPathFinder):
 
     @classmethod
     def search(cls, folder: Path, module: str = "") -> None:
-        """Let imports search ``folder`` last; ``module`` is the module that the user has named, if any."""
+        """Let imports search ``folder`` last; allow the import of ``module``, which the user has named."""
         cls._named.add(module.partition(".")[0])
         searched = [each._folder for each in sys.meta_path if isinstance(each, cls)]
         resolved = folder.resolve()
@@ -53,13 +53,13 @@ class FolderFinder(importlib.abc.MetaPathFinder):
             sys.meta_path.append(cls(resolved))
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a module that this finder imports, else None; ``path`` is None at top level."""
+        """Return the spec of a top-level module in the folder, or None if the hook may not import it."""
         if path is not None or not (fullname in self._named or self._is_importer(sys._getframe(1))):
             return None
         return PathFinder.find_spec(fullname, [str(self._folder)])
 
     def _is_importer(self, frame: FrameType | None) -> bool:
-        """Return whether the innermost code outside of importlib is user code in the folder."""
+        """Return whether the code that runs an import, outside of importlib, is user code in the folder."""
         while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "importlib":
             frame = frame.f_back
         file = None if frame is None else frame.f_globals.get("__file__")
@@ -127,7 +127,7 @@ def qualified_name(function: Any) -> str:
 
 
 def _module_paths(module: str) -> list[Path]:
-    """Return the folders and the file of a module's top-level package; none if built in or missing."""
+    """Return the folders and file of the top-level package of ``module``; [] if built in or missing."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
@@ -181,7 +181,7 @@ def kind_and_text(error: BaseException) -> str:
 
 
 def needs_traceback(error: BaseException) -> bool:
-    """Return whether the log needs the traceback of an exception, because one line may not explain it."""
+    """Return whether to log the traceback of an exception: it is no HybridError, or user code caused it."""
     return not isinstance(error, HybridError) or bool(user_location(error.__cause__))
 
 
