@@ -55,7 +55,7 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:
-    """Create the dataclass ``kind`` from a JSON object; TypeError or ValueError for a missing or bad field.
+    """Create the dataclass ``kind`` from a JSON object; TypeError or ValueError if a field is bad or missing.
 
     Fields are plain values, dataclasses, named tuples, and tuples and dictionaries of these.
     """
@@ -64,7 +64,7 @@ def parse_fields(kind: type[Fields], content: Any) -> Fields:
 
 
 def parse_value(name: str, hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type ``hint``; TypeError or ValueError if the value has another type."""
+    """Convert a JSON value to the type ``hint``, or raise TypeError or ValueError; ``name`` is for errors."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return parse_fields(hint, value)
     if isinstance(hint, type) and issubclass(hint, tuple) and isinstance(value, list):  # a NamedTuple

@@ -1,8 +1,8 @@
 """Functions to read, write, list and remove files of this machine and of object stores.
 
-A missing file raises FileNotFoundError. A failure of a store, or a local path that cannot be opened for
-reading or is refused, raises StorageError with advice. Other failures, such as a full disk, raise OSError.
-Devices and FIFOs are refused, and links without ``follows_links``. A file is visible once it is complete.
+A missing file raises FileNotFoundError. If a store fails, or a local path is refused or cannot be read, the
+functions raise StorageError. They refuse devices, FIFOs, and without ``follows_links`` also links. Other
+failures, such as a full disk, raise OSError. A new file is visible once it is complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def find_entry(path: StoragePath) -> Entry | None:
-    """Return the file or folder at a path, or at the target of a link; None if there is none."""
+    """Return the file or folder at ``path``; follow a link. None if nothing is there."""
     if not isinstance(path, RemotePath):
         try:
             with _path_errors(path):
@@ -104,7 +104,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return a folder's entries, sorted by path, or if ``is_deep``, all files below; [] without a folder."""
+    """Return a folder's entries (``is_deep``: all files below it) by path; [] if there is no such folder."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
@@ -184,7 +184,7 @@ def open_reader(
 
 
 def read_blocks(path: StoragePath, root: StoragePath | None = None) -> Iterator[bytes]:
-    """Yield the content of a file in blocks; several requests to a store are sent in advance."""
+    """Yield the content of a file in blocks. From a store, several blocks are fetched concurrently."""
     if not isinstance(path, RemotePath):
         with open_reader(path, root) as file:
             while block := file.read(BLOCK_BYTES):
@@ -243,9 +243,10 @@ def local_copy(
 
 @contextmanager
 def open_writer(path: StoragePath) -> Iterator[Writer]:
-    """Open a file for writing. At the end, the file is flushed to the disk and replaces an existing file.
+    """Open a new file for writing, which replaces the file at ``path`` when the context ends.
 
-    A failure leaves the existing file unchanged. A link is replaced, not followed.
+    A local file is flushed to the disk first. After an exception, the file at ``path`` is unchanged. A link
+    is replaced, not followed.
     """
     if isinstance(path, RemotePath):
         with open_remote_writer(path) as stream:
@@ -267,13 +268,13 @@ def open_writer(path: StoragePath) -> Iterator[Writer]:
 
 
 def write_bytes(path: StoragePath, content: bytes) -> None:
-    """Write a small file; readers see the old or the new content."""
+    """Write a small file atomically: readers see either the old or the new content."""
     with open_writer(path) as file:
         file.write(content)
 
 
 def remove(path: StoragePath) -> None:
-    """Remove a file, a link, or a folder with its content; nothing happens if the path is missing."""
+    """Remove a file, a link, or a folder with its content; do nothing if the path is missing."""
     if not isinstance(path, RemotePath):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

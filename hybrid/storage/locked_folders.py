@@ -1,4 +1,4 @@
-"""Locks of run folders, and folders that are created atomically. Without torch.
+"""Locks of run folders, and folders that are created atomically. Does not import torch.
 
 An atomic folder is built beside its target, under the name ``.building-TARGET``. The process that builds it
 holds the lock ``TARGET.lock``, which the system releases when the process ends.
@@ -29,11 +29,11 @@ _BUILD_POLL_SECONDS = 0.2
 
 @contextmanager
 def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WAIT_SECONDS) -> Iterator[int]:
-    """Lock a run folder, and yield the descriptor of the lock. A missing folder is created.
+    """Create a run folder if it is missing, lock it, and yield the file descriptor of the lock.
 
     The processes of a launched run inherit the descriptor. If the launcher is killed, the system keeps the
-    lock until all of them have ended, so no other run writes to the folder meanwhile. When the context ends,
-    created folders are removed if they are still empty.
+    lock until these processes have ended, so no other run writes to the folder. When the context ends,
+    folders that were created for the lock are removed if they are empty.
 
     Raises:
         ConfigError: another run holds the lock longer than ``wait_seconds``, or the folder cannot be created.
@@ -67,7 +67,7 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
 
 @cache
 def lock_until_exit(folder: Path, key: str) -> None:
-    """Lock a run folder until this process ends, as :func:`folder_lock`; a second call has no effect."""
+    """Lock a run folder, as :func:`folder_lock`, until this process ends. A second call has no effect."""
     lock = ExitStack()
     descriptor = lock.enter_context(folder_lock(folder, key))
     atexit.register(lock.close)
@@ -80,7 +80,7 @@ def lock_until_exit(folder: Path, key: str) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, created if missing; return its descriptor, or None if it is locked or just removed."""
+    """Try once to lock a file, created if missing. Return its descriptor, or None without success."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ def try_lock(path: Path) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the lock ``PATH.lock``, and hold it inside the context; create its folder if missing."""
+    """Wait for the lock file ``PATH.lock``, and keep it locked inside the context. Create missing folders."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK_SUFFIX)
     while (descriptor := try_lock(lock)) is None:
@@ -114,8 +114,8 @@ def hold_lock(path: Path) -> Iterator[None]:
 def build_directory(target: Path) -> Iterator[Path | None]:
     """Yield an empty folder, which is renamed to ``target`` at the end, or removed after an exception.
 
-    If another process builds ``target``, wait for it. Yield None if ``target`` exists. First, remove what
-    killed processes have left beside ``target``.
+    If another process is building ``target``, wait for that process. If ``target`` exists, yield None.
+    Remove unfinished folders that killed processes have left beside ``target``.
     """
     with ExitStack() as stack:
         if not (is_built := target.exists()):

@@ -82,7 +82,7 @@ _SHOW_INCOMPLETE_FILES = ("abfs", "hdfs")
 
 @lru_cache
 def _client(root: str, query: str, endpoint: str | None, process: int) -> tuple[fs.FileSystem, str]:
-    """Return a store's client, and the prefix of its paths. Each ``process`` (its id) gets its own client."""
+    """Return the client of a store for the process with id ``process``, and the prefix of paths in it."""
     from pyarrow import fs
 
     scheme, _, authority = root.partition("://")
@@ -180,7 +180,7 @@ def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem
 
     Raises:
         FileNotFoundError: there is no such file, and ``action`` is not "written".
-        StorageError: the store refuses the request, or lacks the bucket; the text has the reason and advice.
+        StorageError: the store refuses the request, or the bucket is missing. The message has advice.
         OutageError: the store is overloaded, down or out of reach.
     """
     try:
@@ -214,7 +214,10 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder, in Google's store with its subfolders; [] if it is missing, OSError if its bucket is."""
+    """List a folder; [] if the folder is missing. Raise OSError if the bucket is missing.
+
+    In Google's store, the list has the content of all subfolders, even if ``is_deep`` is False.
+    """
     from pyarrow import fs
 
     kind = filesystem.type_name
@@ -253,7 +256,7 @@ class RemoteReader(io.RawIOBase):
             return bytes(self._file.readall())
 
     def read_at(self, start: int, length: int) -> bytes:
-        """Return ``length`` bytes from ``start`` on, fewer at the end; several threads may call this."""
+        """Return ``length`` bytes from ``start`` on, fewer at the end of the file; thread-safe."""
         with store_request(self._path, "read"):
             return bytes(self._file.read_at(length, start))
 
@@ -273,7 +276,7 @@ class _RemoteWriter:
     """A file of a store, open for writing; the file becomes visible when the writer is closed.
 
     pyarrow cannot discard a stream: closing or deleting a stream completes its file. So a small file is sent
-    by :meth:`close` only. A file is sent under a temporary name in two cases: if the store shows incomplete
+    only by :meth:`close`. A file is sent under a temporary name in two cases: if the store shows incomplete
     files, or if a large file replaces another.
     """
 

@@ -111,9 +111,9 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Whether users other than this one and root own a folder, or may write to it without ``safe_mode``.
+    """Return whether a user other than this user and root owns a folder, or may write to it.
 
-    ``safe_mode``, such as the sticky bit, is a bit of the folder's mode that makes such writing safe.
+    Write permissions do not count if the folder has the mode bit ``safe_mode``, such as the sticky bit.
     """
     status = folder.stat()
     # A group with the number of the owner has no other members.
@@ -125,7 +125,7 @@ def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
 def _root_uid() -> int:
     """Return root's user id here: 0, or the overflow id in a user namespace that does not map root.
 
-    There, files of all unmapped users have this id, so only the modes of files can protect them.
+    The overflow id also stands for all other unmapped users, so only the modes of files can protect them.
     """
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -150,9 +150,8 @@ def sync(path: StoragePath) -> None:
 def choose_compile_cache() -> None:
     """Point torch's compile caches to private folders of this user, except caches that the user has set.
 
-    If no private folder can be made, torch gets a temporary folder, which is removed at exit. Matplotlib gets
-    it, too, since it would warn if $HOME is read-only. Torch precompiles no headers, unless
-    TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS is set.
+    If no private folder can be made, torch and Matplotlib get a temporary folder, which is removed at exit.
+    Torch precompiles no headers, unless TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS is set.
     """
     os.environ.setdefault(_PRECOMPILE_HEADERS, "0")
     missing = [name for name in _COMPILE_CACHES if not os.environ.get(name)]

@@ -1,4 +1,4 @@
-"""Paths of files of this machine, and URLs of object stores. Without torch and I/O."""
+"""Paths of files of this machine, and URLs of object stores. Does no I/O, and does not import torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class RemotePath:
         return Path(self.name).suffix
 
     def absolute(self) -> RemotePath:
-        """Return the path itself: a URL does not depend on the working directory."""
-        return self
+        return self  # a URL does not depend on the working directory
 
     def with_name(self, name: str) -> RemotePath:
         return self.parent / name
@@ -65,7 +64,7 @@ StoragePathT = TypeVar("StoragePathT", bound=StoragePath)
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is the URL of a store; ``file://`` is a path."""
+    """Return whether a text is the URL of a store; a ``file://`` URL is not."""
     match = _URL.match(text)
     return match is not None and match[1].lower() != "file"
 
