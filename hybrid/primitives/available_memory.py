@@ -17,23 +17,23 @@ _FILES = (
 
 
 def boot_id() -> str:
-    """Return an id of the running kernel. It identifies a host, also if several hosts have the same name."""
+    """Return the id of this boot of the host. No other host has this id, even one with the same name."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that this process can still allocate: the smallest value of :func:`free_memory`."""
+    """Return how many bytes this process can allocate: the minimum of ``free_memory(root).values()``."""
     return min(free_memory(root).values())
 
 
 def free_memory(root: Path = _ROOT) -> dict[str, int]:
     """Return the free bytes of the host, and of each control group that limits this process.
 
-    The keys are ids of the host and of the groups. All processes in a group get the same id, also in
-    containers. In a group, cached file pages that the kernel frees on demand count as free.
+    The keys are ids of the host and of the groups. All processes of a host use the same ids, even in
+    different containers. Cached file pages that the kernel frees on demand count as free.
 
     Args:
-        root: folder with proc and the mounted control groups.
+        root: folder with the folder ``proc`` and the mounted control groups.
     """
     free = {boot_id(): int(psutil.virtual_memory().available)}
     for group in memory_groups(root):
@@ -48,9 +48,9 @@ def free_memory(root: Path = _ROOT) -> dict[str, int]:
 
 
 def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
-    """Yield the folders of the control groups that may limit this process's memory, innermost first.
+    """Yield the folders of the nested control groups that contain this process, innermost first.
 
-    Slurm and systemd put processes into nested groups. A container may see only some of them.
+    A group may have no memory limit. A container may hide outer groups. ``root`` is as in free_memory.
     """
     paths = {}  # of this process, by type of file system
     with suppress(FileNotFoundError):

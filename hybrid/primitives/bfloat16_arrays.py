@@ -1,6 +1,6 @@
 """Values of bfloat16 in NumPy arrays, which lack this type.
 
-An array in memory has them as ``uint16``. An array of a mapped file has them as ``V2``: two untyped bytes.
+Arrays in memory hold them as ``uint16``, arrays of mapped files as ``V2``: two untyped bytes.
 """
 
 from typing import Any
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return an array that shares the memory of a CPU tensor. It is ``uint16`` if the tensor is bfloat16."""
+    """Return an array that shares the memory of a CPU tensor. For a bfloat16 tensor, its dtype is uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert an array of bfloat16 values (``V2``) to float32; return any other array unchanged."""
+    """Convert a ``V2`` array (bfloat16 values of a file) to float32; return any other array unchanged."""
     if array.dtype.kind != "V":
         return array
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def assign_rows(into: Tensor, rows: Any, values: npt.NDArray[Any]) -> None:
-    """Assign ``values`` to ``into[rows]``. If an index occurs several times, its last value is assigned.
+    """Assign ``values`` to ``into[rows]``. If ``rows`` contains an index twice, the later value remains.
 
-    ``into`` may be bfloat16, and ``values`` may be ``V2``. Rounding to bfloat16 is to nearest, ties to even.
+    Values are converted to the dtype of ``into``: to bfloat16 by rounding to nearest, ties to even.
     """
     if into.dtype is not torch.bfloat16:
         into.numpy()[rows] = to_floats(values)

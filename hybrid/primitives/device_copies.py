@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``. If it is there already, return it unchanged.
+    """Return a copy of ``tensor`` on ``device``, or ``tensor`` itself if it is there already.
 
-    From the CPU to a GPU, the tensor and later its gradient are copied asynchronously. Only the consumer of
-    the gradient waits; the GPU continues the backward pass. ``tensor`` must not change during the copy.
+    Copies from the CPU to a GPU are asynchronous, so ``tensor`` must not change until the copy ends. The
+    gradient is copied back asynchronously: the CPU waits before it uses the gradient, and the GPU does not.
     """
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
@@ -29,7 +29,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """The identity; its backward pass waits for the copied gradient, in autograd's thread for the CPU."""
+    """The identity on the CPU. Its backward pass waits until the gradient has been copied to the CPU."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, events: list[torch.Event]) -> Tensor:
@@ -44,7 +44,7 @@ class _AwaitGradient(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """A copy to the GPU; its backward pass starts the copy of the gradient, and does not wait."""
+    """A copy to the GPU. Its backward pass starts to copy the gradient to the CPU, and does not wait."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device: torch.device, events: list[torch.Event]) -> Tensor:

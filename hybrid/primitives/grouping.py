@@ -1,6 +1,6 @@
 """Samples in groups: slices of complete groups, and the weights of samples in ranking losses.
 
-The samples of a group are adjacent. A slice has the groups whose last samples are in its range::
+The samples of a group are adjacent. Each range of samples has a slice: the groups that end in the range::
 
     groups       7 7 7 2 5 5 5 5 3      ends  3 4 8 9
     ranges      |     |     |     |
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Return the end of each series of samples of one group, (G,): the index after its last sample."""
+    """Return the end of each group, (G,): the index after each series of equal values in ``groups_B``."""
     if not len(groups_B):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(groups_B[1:] != groups_B[:-1]) + 1, len(groups_B))
@@ -34,18 +34,18 @@ def last_end(ends_G: npt.NDArray[np.int64], stop: int) -> int:
 
 
 def group_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
-    """Return the range of samples of the groups whose last samples are in ``start : stop``."""
+    """Return the first sample and the end of the groups whose last samples are in ``start : stop``."""
     return last_end(ends_G, start), last_end(ends_G, stop)
 
 
 def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
-    """Return the weight of each sample in a ranking loss, float64.
+    """Return the weight of each sample in a ranking loss, (B,), float64.
 
-    Samples of weight 0 do not count, and get 0. If the other samples of a group have different labels, their
-    mean weight is divided equally among them. Otherwise nothing can be ranked, and all get 0.
+    Samples of weight 0 get 0, and do not count. The mean weight of the other samples of a group is divided
+    equally among them. If they all have the same label, they get 0, since nothing can be ranked.
 
     Args:
-        weights_B: None for all ones.
+        weights_B: the weights in the data; None for all ones.
     """
     weights_B = torch.ones(len(labels_B)) if weights_B is None else weights_B
     counts_B = weights_B > 0
@@ -63,7 +63,7 @@ def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor
 
 
 def ranking_totals(labels_BT: Tensor, weights_BT: Tensor | None, groups_B: Tensor) -> Tensor:
-    """Return, for each task, the sum of the weights of :func:`ranking_weights`, (T,)."""
+    """Return the sum of :func:`ranking_weights` for each task, (T,); a task is a column of the labels."""
     columns = labels_BT.unbind(1)
     weights = [None] * len(columns) if weights_BT is None else weights_BT.unbind(1)
     return torch.stack(

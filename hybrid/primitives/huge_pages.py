@@ -12,7 +12,7 @@ _MAP_NORESERVE = 0x4000  # a constant of mmap from Python 3.13 on
 
 
 def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype, is_overcommitted: bool = False) -> Tensor:
-    """Return zeros in memory of :func:`large_pages`; see there for ``is_overcommitted`` and errors.
+    """Return zeros in pages of 2 MiB if possible; arguments and errors are as in :func:`large_pages`.
 
     Rows of tables are accessed at random. With pages of 4 KiB, nearly every access misses the TLB.
     """
@@ -26,7 +26,7 @@ def large_pages(num_bytes: int, is_overcommitted: bool = False) -> mmap.mmap:
     """Map zeroed memory, in pages of 2 MiB if possible. The kernel allocates a page at its first write.
 
     Args:
-        is_overcommitted: whether to allow more than the free memory; for maps that stay mostly unwritten.
+        is_overcommitted: allow more bytes than are free, for memory that stays mostly unwritten.
 
     Raises:
         OSError: the kernel rejects the mapping.

@@ -1,4 +1,4 @@
-"""Hash functions of 64-bit numbers, and buckets: ranges of the keys of tables that grow with new ids."""
+"""Hash functions of 64-bit numbers, and buckets: 1,024 equal ranges of the keys of growing tables."""
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ def next_random(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the bucket of each key. An int64 holds a key's unsigned 64 bits."""
+    """Return the number of the bucket of each key. The int64 values hold the bits of unsigned keys."""
     return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
 
 

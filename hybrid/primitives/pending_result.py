@@ -7,7 +7,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class PendingResult(Protocol[Result]):
-    """A result in progress, such as a torch future or an RPC call."""
+    """A call whose result may not be available yet, such as an RPC call or a torch future."""
 
     def wait(self) -> Result:
         """Wait for the end of the call; return its result, or raise its exception."""

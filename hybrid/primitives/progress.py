@@ -13,9 +13,9 @@ def ignore_progress(line: str) -> None:
 
 
 class Progress:
-    """The progress of a task, reported after one second, then at intervals that grow to ten seconds.
+    """Reports the progress of a task: after one second, then at intervals that grow to ten seconds.
 
-    Only :meth:`add` reports; several threads may call it.
+    Only calls of :meth:`add` report. Several threads may call :meth:`add`.
 
     Args:
         report: receives one line at a time.
@@ -31,13 +31,13 @@ class Progress:
         self.start(phase)
 
     def start(self, phase: str) -> None:
-        """Begin another phase; its rows are counted from 0."""
+        """Begin another phase of the task, and count its rows from 0."""
         self._phase = phase
         self._phase_began = time.monotonic()
         self._rows = 0
 
     def add(self, rows: int, fraction: float | None = None) -> None:
-        """Add to the rows of the phase; report if the interval has passed.
+        """Add ``rows`` to the completed rows of the phase. If the interval has passed, report the progress.
 
         Args:
             fraction: completed fraction of the whole task; None if unknown.

@@ -13,7 +13,7 @@ _Exchange: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def gather_rows(local_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in rank order; ``rows`` has the number of rows of each rank."""
+    """Return the rows of all ranks, in rank order. Rank ``i`` passes ``rows[i]`` rows as ``local_bX``."""
     longest = max(rows)
     padded_bX = local_bX.contiguous()  # as NCCL requires
     if len(local_bX) < longest:  # collectives need tensors of one size
@@ -27,10 +27,10 @@ def gather_rows(local_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup)
 
 
 def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the concatenated tensors of all trainers, in rank order, on the device of ``values``, (n, ...).
+    """Return the concatenated ``values`` of all trainers, in rank order, on the device of ``values``.
 
-    All trainers must call this together; n may differ between them, and may be 0. The backward pass sums the
-    gradients of all trainers' results, so every trainer must use the result in its loss.
+    All trainers must call this together. Their numbers of rows may differ, and may be 0. The backward pass
+    sums the gradients of the result over all trainers, so every trainer must use the result in its loss.
     """
     if group.size() == 1:
         return values
@@ -52,9 +52,9 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Calls ``exchange``, such as a gather, in the forward pass, and ``inverse`` for gradients.
+    """Computes ``exchange(rows_BX)``, such as a gather; its backward pass computes ``inverse(gradient)``.
 
-    If ``rows_BX`` requires no gradient, an ``anchor`` that does makes autograd record the call anyway.
+    Autograd records the call if ``rows_BX`` or the tensor ``anchor`` requires a gradient.
     """
 
     @staticmethod

@@ -15,7 +15,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Span(NamedTuple):
-    """A timed event of a recorded step."""
+    """A timed event of a recorded step. ``thread`` is None if the event may end in another thread."""
 
     name: str
     step: int
@@ -49,7 +49,7 @@ class OpenSpan:
         self.close()
 
     def close(self) -> None:
-        """End the span; call this once. Only a span of :meth:`StepClock.begin` may end in another thread."""
+        """End the span; call this once. In another thread, call this only for a span of StepClock.begin."""
         end_ns = time.perf_counter_ns()
         span = self._span  # cpu_ns has the thread's time at the start
         cpu_ns = None if span.cpu_ns is None else time.thread_time_ns() - span.cpu_ns
@@ -85,7 +85,7 @@ class StepClock:
         self._spans = []
 
     def begin_step(self, step: int) -> None:
-        """Begin ``step``, which runs in this thread."""
+        """Begin the training step with the number ``step`` in the calling thread."""
         self._step = step
         if step in self._recorded:
             self._steps_thread_id = threading.get_native_id()
@@ -109,7 +109,7 @@ class StepClock:
             self.seconds[name] += time.perf_counter() - start
 
     def span(self, name: str, step: int | None = None) -> AbstractContextManager[OpenSpan | None]:
-        """Record a ``with`` block as a span. Its ``as`` variable is None if the step is not recorded.
+        """Return a context that records its block as a span; it yields None if the step is not recorded.
 
         Args:
             step: the step of the span; None for the current step.
@@ -118,7 +118,7 @@ class StepClock:
         return self._open(name, of_step) if of_step in self._recorded else _NOTHING
 
     def begin(self, name: str, step: int | None = None, *, num_bytes: int = 0) -> OpenSpan | None:
-        """Begin a span that any thread may end; None if its step (default: current) is not recorded."""
+        """Begin a span that any thread may end; return None if the step is not recorded. See :meth:`span`."""
         of_step = self._step if step is None else step
         if of_step not in self._recorded:
             return None
@@ -131,7 +131,7 @@ class StepClock:
         return seconds
 
     def take_spans(self) -> list[Span]:
-        """Return the spans that ended since the last call. Their times are nanoseconds since 1970."""
+        """Return the spans that ended since the last call, with start and end in nanoseconds since 1970."""
         spans = self._spans
         self._spans = []
         offset_ns = time.time_ns() - time.perf_counter_ns()  # hosts share the time of day
