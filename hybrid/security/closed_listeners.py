@@ -5,8 +5,8 @@ built-in operator that reads a file, or send a length that exhausts the memory. 
 only at the start. After that, these sockets are closed, and so are accepted connections from processes
 outside the group. A connection on a Unix socket from a process of the same user stays open.
 
-Torch later waits on the file descriptors of these sockets, and closes them. So each descriptor stays valid:
-``dup2`` replaces its socket by an eventfd that is never ready. This needs no privilege.
+Torch continues to use the file descriptors of these sockets, so each descriptor must stay valid: ``dup2``
+replaces the socket behind a descriptor by an eventfd that is never ready. This needs no privilege.
 """
 
 import json
@@ -32,8 +32,8 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """After the ``with`` block, close the listening sockets that this process opened in the block.
 
-    Connections that these sockets accepted are closed, too, unless a role of the group made them. All roles
-    share ``store``, call this function, and must be connected to each other at the end of the block.
+    Connections that these sockets accepted are closed, too, unless they come from one of the ``world_size``
+    roles. All roles use this context with the same ``store``, and must be connected when the block ends.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}
@@ -74,7 +74,7 @@ def is_same_user(each: socket.socket) -> bool:
 
 @contextmanager
 def _sockets() -> Iterator[dict[int, socket.socket]]:
-    """Yield duplicates of this process's sockets by inode, since other threads may close the originals."""
+    """Yield duplicates of all sockets of this process by inode: other threads may close the originals."""
     duplicates = {}
     with ExitStack() as stack:
         for number in _descriptors():
@@ -126,7 +126,7 @@ def _replace_by_eventfd(number: int, registrations: Iterable[tuple[int, int]]) -
 
 
 def _epoll_registrations() -> dict[int, list[tuple[int, int]]]:
-    """Return (epoll descriptor, events) pairs by the descriptor that epoll watches; see proc(5)."""
+    """Return, for each descriptor that epoll watches, pairs of epoll descriptor and events; see proc(5)."""
     registrations = defaultdict(list)
     for number in _descriptors():
         with suppress(OSError):  # closed meanwhile

@@ -1,4 +1,4 @@
-"""Signatures of RPC payloads, which prove that a role of this run sent a payload to this process, once.
+"""Signatures of RPC payloads, which prove the sender and the receiver, and exclude replays.
 
 A payload consists of tensors and of a pickle that refers to the tensors in order. The pickle is encrypted and
 sent as::
@@ -6,10 +6,10 @@ sent as::
     header           sender (16 bytes), kind (1), number (12)
     sealed pickle    the encrypted pickle, and a tag of 16 bytes
 
-AES-256-GCM (NIST SP 800-38D) encrypts the pickle. As additional data, it authenticates the number of tensors
-and their bytes. The pickle has their dtypes and shapes. The bytes of tensors on a GPU are not signed.
+AES-256-GCM (NIST SP 800-38D) encrypts the pickle, which contains the dtypes and shapes of the tensors. The
+number and the bytes of the tensors are signed as additional data, but not the bytes of tensors on a GPU.
 
-GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
+GCM must never use a nonce twice with one key. So a key belongs to one sender (16 random bytes of a process),
 one kind and one receiver. The nonce is the number of the message: the sender counts the messages of each key.
 """
 
@@ -48,19 +48,19 @@ _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class PayloadKind(IntEnum):
-    """The kinds of payloads. The comment of each names the bytes that identify its receiver."""
+    """The kinds of payloads. The comment after a kind says what identifies the receiver of the payload."""
 
     CALL = 1  # the RPC name of a role
     GATHER = 2  # nothing: torch's messages at start and end, which all roles receive
-    RESPONSE = 3  # the sender number of a process
-    ERROR = 4  # the sender number of a process
+    RESPONSE = 3  # the 16 random bytes of a process
+    ERROR = 4  # the 16 random bytes of a process
 
 
 class ReplayWindow:
     """Accepts each message number once, in any order.
 
     Args:
-        max_early: if more than this many higher numbers arrive before a number, the number is rejected.
+        max_early: how many higher numbers may arrive before a number; after more, the number is rejected.
     """
 
     def __init__(self, max_early: int = _MAX_EARLY) -> None:
@@ -70,7 +70,7 @@ class ReplayWindow:
         self._lock = threading.Lock()
 
     def accept(self, number: int) -> bool:
-        """Record ``number``; return False if it is recorded already, or was overtaken by too many numbers."""
+        """Record ``number`` and return True; return False if it was received before, or arrives too late."""
         with self._lock:
             if number < self._next or number in self._early:
                 return False
@@ -104,7 +104,7 @@ class Signatures:
         """Return the payload: the header, the encrypted pickle and the tag.
 
         Args:
-            receiver: an RPC name, a sender number, or nothing; see :class:`PayloadKind`.
+            receiver: an RPC name, the random bytes of a process, or nothing; see :class:`PayloadKind`.
             tensors: contiguous tensors that the pickle refers to.
         """
         start = self.sender + bytes([kind])
@@ -121,7 +121,7 @@ class Signatures:
         return b"".join((start, number, sealed, context.tag))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
-        """Return kind, sender number and pickle of a payload; RejectionError if it is forged or replayed."""
+        """Return kind, sender and pickle of ``payload``; RejectionError if it is forged or replayed."""
         # Senders sign contiguous tensors only. Other tensors must not be read as one range of memory.
         if not all(map(is_contiguous, tensors)):
             raise RejectionError(UNSIGNED)
@@ -154,12 +154,12 @@ def _segments(tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Whether one contiguous range of bytes, with shape and dtype, describes a tensor completely."""
+    """Whether the elements of a tensor are in one contiguous range of memory, in row-major order."""
     return not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
-    """Return views of the bytes of a contiguous tensor, in segments of at most 1 GiB.
+    """Return views of a contiguous tensor's memory, at most 1 GiB each; they are writable if ``to_write``.
 
     The list is empty if the tensor is empty or on a GPU. The caller must keep the tensor alive.
     """

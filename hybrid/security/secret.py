@@ -60,7 +60,7 @@ class Secret:
 
     @classmethod
     def find(cls, file: str) -> Secret | None:
-        """Read the secret from ``file``, or from HYBRID_SECRET if ``file`` is ""; None if neither is set.
+        """Read the secret from ``file``; if that is "", from HYBRID_SECRET. Return None if both are empty.
 
         Raises:
             ConfigError: the file cannot be read, other users may access it, or the secret is short or weak.
@@ -133,7 +133,7 @@ class DirectionCipher:
             raise RejectionError(_NOT_NEXT) from None
 
     def open_into(self, sealed: memoryview, plain: memoryview) -> None:
-        """Decrypt like :meth:`open`, into memory that is ``TAG_BYTES`` shorter than ``sealed``."""
+        """Decrypt ``sealed`` like :meth:`open`, but into ``plain``, which is ``TAG_BYTES`` shorter."""
         try:
             self._aead.decrypt_into(self._next_nonce(), sealed, None, plain)
         except InvalidTag:

@@ -55,17 +55,17 @@ class addressed_to:  # contextlib.contextmanager would cost twice as much
 
 
 class _Response(NamedTuple):
-    """The value that a call returned, and the random number that identifies the calling process."""
+    """The value that a call returned, and the random bytes that identify the calling process."""
 
     receiver: bytes
     value: Any
 
 
 class _RaisedError(internal.RemoteException):
-    """An exception that a call raised, in torch's format; ``receiver`` identifies the calling process.
+    """The exception of a call, or the rejection of a payload, in torch's format.
 
-    The pickler also returns this object for a rejected payload. Torch may have expected a call there, so the
-    object has the attributes of a call. Its attribute ``func`` returns the object itself.
+    ``receiver`` identifies the process that receives the exception. Torch may execute a rejected payload as a
+    call. So the object also has the attributes of a call, and ``func`` returns the object itself.
     """
 
     # By this name, torch recognizes an exception that an asynchronous function raised before it returned.
@@ -80,7 +80,7 @@ class _RaisedError(internal.RemoteException):
 
 
 class _CalledFunction:
-    """A function called by RPC; its result or exception is signed for the process that called it."""
+    """A function called by RPC. The result or exception is signed for the calling process."""
 
     __slots__ = ("_caller", "_function")
 
@@ -114,7 +114,7 @@ class SignedPickler(internal._InternalRPCPickler):
 
     Args:
         calls: the functions that other roles may call.
-        rejections: the log of rejected messages. A sender that belongs to the run also receives an error.
+        rejections: the log of rejected messages.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class SignedPickler(internal._InternalRPCPickler):
         self._calls = {qualified_name(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Return the payload of a call or a response, and its tensors; ClusterError for any other object.
+        """Return the signed payload of a call or a response ``obj``, and the tensors in ``obj``.
 
-        ClusterError is also raised if ``calls`` lacks the function, or the call has no receiver. An exception
-        for an unauthenticated peer becomes an empty payload.
+        A response to an unauthenticated peer is empty. Raise ClusterError if ``calls`` lacks the called
+        function, if the call has no receiver, or if ``obj`` is no call or response.
         """
         if isinstance(obj, internal.PythonUDF):
             name = qualified_name(obj.func)
@@ -168,7 +168,7 @@ class SignedPickler(internal._InternalRPCPickler):
         return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
-        """Return the call or the value of a payload, or an exception object if the payload is rejected."""
+        """Return the call or the value in a payload; for a rejected payload, return an exception object."""
         sender: bytes | None = None
         try:
             kind, sender, pickled = self._signatures.verify(binary_data, tensor_table)
@@ -196,7 +196,7 @@ class SignedPickler(internal._InternalRPCPickler):
 
 
 def received_tensor(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a payload; RejectionError if its dtype or shape differs from the signed pickle."""
+    """Return ``tensor``. Raise RejectionError if it does not have the signed dtype and shape."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise RejectionError(UNSIGNED)
     return tensor
@@ -210,7 +210,7 @@ def install(pickler: internal._InternalRPCPickler | None) -> None:
 
 @contextmanager
 def reject_pickled_classes() -> Iterator[None]:
-    """A context in which torch's collectives of objects load plain values only; else, ClusterError."""
+    """A context that raises ClusterError if torch's collectives receive a pickle that names a class."""
     before = distributed_c10d._unpickler
     distributed_c10d._unpickler = PlainUnpickler
     try:
