@@ -1,4 +1,4 @@
-"""The search path of modules, and fast imports. Imported first, so it imports no other hybrid module."""
+"""The search path of modules, and fast imports. This module imports no other module of hybrid."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ def exclude_working_directory() -> None:
 
     ``python -m`` and an empty entry of PYTHONPATH add the working directory. Torch and other packages would
     import optional modules, such as ``dill``, from this directory, where another user may have put files. If
-    the working directory is the folder of this project, it is searched last instead.
+    the working directory is the folder of this project, move it to the end of the path instead.
     """
     here = os.path.realpath(os.getcwd())
     if here in map(os.path.realpath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
@@ -25,10 +25,10 @@ def exclude_working_directory() -> None:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Pause garbage collection while this block imports large modules, such as torch.
+    """Pause garbage collection during a ``with`` block that imports large modules, such as torch.
 
-    The collector takes a fifth of the time of importing torch, and finds nothing. ``gc.freeze`` then excludes
-    all objects from later collections, which would copy the memory that forked processes share.
+    The collector takes a fifth of the time of importing torch, and finds nothing. At the end of the block,
+    exclude all objects from later collections, which would copy the memory that forked processes share.
     """
     gc.disable()
     try:

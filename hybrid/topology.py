@@ -82,8 +82,8 @@ class Topology:
 
 
 def polls_shared_memory(world_size: int) -> bool:
-    """Return whether RPC within a host uses shared memory, in a cluster of ``world_size`` roles.
+    """Return whether RPC uses shared memory within a host: if ``world_size`` is at most the number of cores.
 
-    TensorPipe polls shared memory. If there are more roles than cores, polling delays the roles that compute.
+    TensorPipe polls shared memory all the time. With more roles than cores, this delays roles that compute.
     """
     return world_size <= (os.cpu_count() or 1)

@@ -16,9 +16,9 @@
     Pending.wait: the value, or an error ◄─────────────┘ a value, tensors, or a Failure
 
 A call executes a method of an object on the process that owns the object. RPC preserves only three types of
-exceptions. So control calls return an exception as a value (:class:`Failure`); other calls send its text. RPC
-costs two to four times as much processor time per message as a socket, and does not encrypt. Therefore only
-``sync`` mode, control, and dense nets on workers use RPC. All calls by RPC, and their responses, are signed.
+exceptions. So control calls return exceptions as values (:class:`Failure`); other calls send the text of the
+exception. RPC costs two to four times as much processor time per message as a socket, and does not encrypt.
+So only ``sync`` mode, control, and dense nets on workers use RPC. Calls by RPC and responses are signed.
 
 A process takes part in one cluster at a time. ``start`` creates all state of a cluster, ``stop`` releases it.
 

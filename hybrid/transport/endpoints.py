@@ -51,14 +51,14 @@ PlainExchange: TypeAlias = tuple[int, PlainTicket, int, PlainTicket | None, Sequ
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """The host of a process, and the free memory there."""
+    """The host name of a process, and the memory that the process can use, as in :func:`free_memory`."""
 
     host: str
     free_bytes: dict[str, int]  # a result of free_memory
 
 
 def echo(tensor: Tensor) -> Tensor:
-    """Return the tensor. The first call makes torch connect both processes, for calls and for tensors."""
+    """Return the tensor. The first call makes torch open its connections between the two processes."""
     return tensor
 
 
@@ -68,7 +68,7 @@ def process_status() -> ProcessStatus:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Return a future of the vectors that a lookup reads from this worker's tables."""
+    """Start a lookup in this worker's tables; return a future of its vectors. See ``PlainLookup``."""
     use_configured_threads()
     number, ticket, items = plain
     tables: TableShards = running.objects[number]
@@ -76,7 +76,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Pass gradients to the tables; return a future of the vectors of the message's lookup, [] if none."""
+    """Pass gradients to the tables. Return a future of the vectors of the lookup in ``plain``, or []."""
     number, ticket, num_grads, attached_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
@@ -88,7 +88,7 @@ def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Ten
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
-    """Return a future of the output of a dense net on this worker."""
+    """Call object ``number``, a dense net on this worker; return a future of its output."""
     use_configured_threads()
     net: HostedNet = running.objects[number]
     return net.call(Ticket.of(ticket), hidden_BH)
@@ -101,7 +101,7 @@ def squared_norm(number: int, step: int) -> Future[float]:
 
 
 def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
-    """Construct object ``number``, and keep it until its ``close`` is called; return None, or a failure."""
+    """Construct ``cls(*args)`` as object ``number``; return a :class:`Failure` if that raises, else None."""
     use_configured_threads()
     try:
         running.objects[number] = running.constructors.get(qualified_name(cls), cls)(*args)
@@ -111,16 +111,17 @@ def create(number: int, cls: Callable[..., Any], args: tuple[Any, ...]) -> Failu
 
 
 def created_module(number: int) -> nn.Module:
-    """Return a module that :func:`create` has constructed, for torch's ``RemoteModule``."""
+    """Return object ``number``, a module from :func:`create`; torch's ``RemoteModule`` calls this."""
     module: nn.Module = running.objects[number]
     return module
 
 
 def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
-    """Return the result of an object's method, or a :class:`Failure`; "close" also releases the object.
+    """Call a method of object ``number``; return its result, or a :class:`Failure` if it raises.
 
     Args:
-        method: name of a public method, or ``barrier.NAME`` for a method of the object's UpdateBarrier.
+        method: name of a public method, or ``barrier.NAME`` for a method of the object's UpdateBarrier. The
+            method "close" also removes the object.
     """
     use_configured_threads()
     try:

@@ -29,7 +29,7 @@ _PEER_ENDED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that a call raised on the process that executed it."""
+    """An exception that a call raised, as the called process returns it to the caller."""
 
     message: str
     kind: str  # name of the exception's class, from error_kind
@@ -49,7 +49,7 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
-        """The :attr:`HybridError.kind` of the exception; Exception if it is not in ``hybrid.errors``."""
+        """The class of the exception (:attr:`HybridError.kind`); Exception if it is not in hybrid.errors."""
         return error_class(self.failure.kind)
 
 
@@ -62,7 +62,7 @@ class LostError(ClusterError):
 
 
 def make_failure(error: Exception) -> Failure:
-    """Return an exception as a value for the caller; log its traceback if the message may not explain it."""
+    """Return ``error`` as a value for the caller; log the traceback unless the message explains the error."""
     is_logged = needs_traceback(error) and not _PEER_ENDED.search(first_line(error))
     if is_logged:
         log_traceback(error)
@@ -82,7 +82,7 @@ def make_failure(error: Exception) -> Failure:
 
 
 class PendingTensors(Generic[Result]):
-    """A call that returns tensors. A step creates many such objects, so the class is kept small."""
+    """A call in progress that returns tensors. The class is kept small: a step creates many objects."""
 
     __slots__ = ("_future", "role")
 
@@ -116,7 +116,7 @@ class PendingTensors(Generic[Result]):
 
 
 class Pending(PendingTensors[Result]):
-    """A call that may take long; the main thread handles signals while it waits for the response."""
+    """A call in progress that may take long. While the main thread waits, it handles signals."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the result; RemoteError if the call raised. Other errors are as in PendingTensors.wait."""
+        """Return the result; RemoteError if the call raised an error. PendingTensors.wait has others."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()

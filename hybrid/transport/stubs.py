@@ -66,7 +66,7 @@ def _send_of_step(role: Role, function: Callable[..., Any], *args: Any) -> torch
 
 
 class Remote(Generic[Owned]):
-    """A stub for an object in a role's process. The role keeps the object until its ``close`` is called."""
+    """A stub of an object in the process ``role``, which keeps the object until its ``close`` is called."""
 
     def __init__(self, role: Role, number: int) -> None:
         self.role = role
@@ -123,7 +123,7 @@ class RemoteNet(RemoteHosted[HostedNet]):
     """A stub of a dense net on a worker."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """Return the net's output, which distributed autograd records; errors as in PendingTensors.wait."""
+        """Call the net; return the output, which autograd records. Errors are as in PendingTensors.wait."""
         sending = _send_of_step(self.role, endpoints.call_net, self.number, ticket.plain, hidden_BH)
         return PendingTensors[Tensor](self.role, sending).wait()
 
@@ -138,7 +138,7 @@ def create(
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
-    """Construct a module on ``role`` as a ``RemoteModule``; return its number, for a :class:`Remote`.
+    """Construct the module ``cls(*args)`` on ``role`` as a ``RemoteModule``; return its object number.
 
     Raises the errors of :meth:`Pending.wait`.
     """
@@ -152,7 +152,7 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
 
 
 def open_connection(role: Role) -> Pending[Tensor]:
-    """Start a call that connects this process and ``role``, for calls and for tensors."""
+    """Start a call that makes torch open its connections between this process and ``role``."""
     return Pending(role, _send(role, endpoints.echo, torch.zeros(1)))
 
 
@@ -174,15 +174,16 @@ def start(
 ) -> None:
     """Join the RPC group of a cluster, and connect the sockets of this role.
 
-    If this process failed in an earlier cluster and has not left it, it leaves that cluster first.
+    If this process is still in an earlier cluster, which failed, it leaves that cluster first.
 
     Args:
         store: the cluster's key-value store.
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
-        timeout_seconds: default timeout of calls, and of waits for other roles; doubled for calls of a step.
-        constructors: ``partial(cls, ...)`` for classes that need arguments which only this process has. For
-            a call of :func:`create` by another process, the arguments of the call follow those arguments.
+        timeout_seconds: default timeout of calls, and of waits for other roles. For calls of a step, the
+            timeout is twice as long.
+        constructors: ``partial(cls, ...)`` with arguments that only this process has. If another process
+            calls :func:`create` for ``cls`` on this process, these arguments are added.
 
     Raises:
         ClusterError: a role does not connect, the interface has no address, or this process had another rank
@@ -228,9 +229,9 @@ def start(
 
 
 def stop(timeout_seconds: float) -> None:
-    """Wait until all roles call this, then leave the cluster.
+    """Wait until all roles call this function, then leave the cluster.
 
-    After the timeout, leave and raise RuntimeError. Also raise the error that has ended a socket server.
+    After the timeout, leave anyway, and raise RuntimeError. If a socket server has failed, raise its error.
     """
     try:
         rpc.api._all_gather(None, timeout=timeout_seconds)

@@ -8,7 +8,7 @@
                        block of shared memory (tensor_blocks.py)
 
 "Sealed" means encrypted and authenticated. Tensors are encrypted from their own memory, and decrypted into
-their final memory. The lengths are not encrypted; a frame with a wrong length is rejected, or never complete.
+their final memory. The lengths are not encrypted. A frame with a wrong length is rejected or incomplete.
 """
 
 import io
@@ -40,7 +40,7 @@ class FrameKind(IntEnum):
 
 
 class Message(NamedTuple):
-    """A call, or the response to it."""
+    """A call, or the response to a call."""
 
     kind: FrameKind
     number: int  # number of the call on its connection
@@ -73,11 +73,11 @@ class Frames:
         self._start = self._end = 0  # of the received bytes that are not decrypted yet
 
     def close(self) -> None:
-        """Release the shared memory, except for tensors in use."""
+        """Release the shared memory; received tensors remain valid."""
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Return the frame of a message, valid until the next call; ClusterError if it cannot be sent."""
+        """Return a message as a frame, valid until the next call; ClusterError if a tensor cannot be sent."""
         tensors = message.tensors
         memory = self._memory
         for each in tensors:
@@ -105,7 +105,7 @@ class Frames:
         return frame
 
     def receive(self, connection: socket.socket) -> bool:
-        """Receive available bytes, maybe not all; return whether there were any. OSError if disconnected."""
+        """Receive bytes without waiting. Return whether any had arrived; OSError if disconnected."""
         if self._end == len(self._received):  # grow by the bytes received, not by an announced length
             rest = memoryview(self._received)[self._start : self._end]
             buffer = bytearray(len(self._received) * (1 if self._start else 2))
@@ -123,7 +123,7 @@ class Frames:
         return True
 
     def next(self) -> Message | None:
-        """Return the next received message, or None if it is incomplete; RejectionError if it is invalid."""
+        """Return the next message, or None while bytes are missing; RejectionError for an invalid message."""
         if self._end - self._start < _LENGTHS.size:
             return None
         head, length = _LENGTHS.unpack_from(self._received, self._start)

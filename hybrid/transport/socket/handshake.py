@@ -12,8 +12,8 @@
 
 A proof is an empty message, encrypted as the first message of its direction. The key of a direction depends
 on the secret, random bytes of the run, the names of both roles, and the random bytes that both roles sent. So
-a recorded message is valid on no other connection, even if it was not delivered. The run's random bytes come
-from the rendezvous, which has forward secrecy. So the secret alone does not decrypt a recorded connection.
+a recorded message is valid on no other connection. The run's random bytes come from the rendezvous, which has
+forward secrecy. So the secret alone does not decrypt a recorded connection.
 
 Within a host, trainer and worker connect by a Unix socket. With the proof, the trainer sends a descriptor of
 shared memory for large tensors (``tensor_blocks``). A worker stops listening once all trainers are connected.
@@ -50,14 +50,13 @@ MAX_UNAUTHENTICATED = 512
 
 
 def send_bursts_at_once(connection: socket.socket) -> None:
-    """Set a socket to send small messages without delay, and the packets of a message without pauses.
+    """Make a socket send small messages without delay, and the packets of a message without pauses.
 
     BBR, the congestion control of some hosts, spreads packets over a round trip, which can double the time
-    of a message and its response.
+    of a message and its response. So this function selects CUBIC or Reno instead.
 
     Args:
-        connection: a socket that listens, or is not connected yet. A connection that begins with BBR
-            continues to spread packets, even after a change to CUBIC.
+        connection: a socket that listens, or is not connected yet; after that, BBR would continue to pause.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name in (b"cubic", b"reno"):
@@ -113,7 +112,7 @@ class Identity:
     timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
-        """Return ciphers to and from another role; ``random`` has bytes of both, first the worker's."""
+        """Return ciphers to and from ``other``; ``random`` has the worker's, then the trainer's bytes."""
         own, peer, context = self.role.rpc_name, other.rpc_name, self.run_id + random
         to = self.secret.key(f"socket from {own} to {peer}", context)
         back = self.secret.key(f"socket from {peer} to {own}", context)
@@ -130,7 +129,7 @@ class _Peer:
         self._descriptors: list[int] = []
 
     def receive(self) -> bool:
-        """Receive bytes of the first message; return whether all are here. OSError after a disconnection."""
+        """Receive bytes of the first message; return whether it is complete. OSError if disconnected."""
         missing = _HELLO.size - len(self._hello)
         received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
         self._descriptors += descriptors
@@ -140,11 +139,11 @@ class _Peer:
         return len(self._hello) == _HELLO.size
 
     def authenticate(self, own: Identity, connected: Collection[Role]) -> tuple[Role, Connection]:
-        """Check the proof; return the trainer and the connection.
+        """Verify the proof in the peer's first message; send a proof; return the trainer and the connection.
 
         Raises:
-            RejectionError: the proof is wrong, or the trainer is connected already.
-            OSError, ValueError, IndexError: the peer is no trainer, sent no valid shared memory, or is gone.
+            RejectionError: the proof is wrong, or the trainer is in ``connected``.
+            OSError, ValueError, IndexError: the index or the shared memory is invalid, or the peer is gone.
         """
         index, random, proof = _HELLO.unpack(self._hello)
         trainer = own.topology.trainers[index]
@@ -229,7 +228,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Connection]:
-    """Return a worker's connections to all trainers, in order.
+    """As a worker, accept the connections of all trainers; return them in the order of the trainers.
 
     If more than ``MAX_UNAUTHENTICATED`` peers have not sent a proof, the oldest of them is disconnected.
 

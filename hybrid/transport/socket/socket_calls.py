@@ -68,7 +68,7 @@ class Reply:
         callback(self)
 
     def complete(self, tensors: Sequence[Tensor], error: str | None = None) -> None:
-        """Complete the reply with tensors, or with the text of an error; later calls have no effect."""
+        """Complete the reply with tensors, or with an error text. Only the first call has an effect."""
         with self._completing:
             if self.is_done:
                 return
@@ -81,12 +81,12 @@ class Reply:
 
 
 class SocketClient:
-    """A trainer's connection to a worker. Any thread may call; one thread at a time reads for all.
+    """A trainer's connection to a worker. Any thread may call; one thread at a time reads all responses.
 
     Args:
-        connection: owned by this object.
-        timeout_seconds: limit of each wait: until a call is sent, and in ``Reply.wait`` for the response. The
-            time between is not limited: a lookup may be sent a step before its vectors are needed.
+        connection: closed by :meth:`close`.
+        timeout_seconds: limit of the time to send a call, and of the time in ``Reply.wait``. The time between
+            both is not limited, because a lookup may be sent a step before its vectors are needed.
     """
 
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
@@ -104,7 +104,7 @@ class SocketClient:
         self._writable.register(self._connection, select.POLLOUT)
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
-        """Send a call of ``function(plain, tensors)``; if the connection fails, so does the reply.
+        """Send a call of ``function(plain, tensors)``. ``Reply.wait`` raises if the connection fails.
 
         Raise ClusterError for a tensor that is not on the CPU, or whose dtype cannot be sent.
         """
@@ -135,7 +135,7 @@ class SocketClient:
                 self._receiving.release()
 
     def read_until(self, reply: Reply) -> None:
-        """Read until ``reply`` is complete; fail the reply after the timeout, counted from this call."""
+        """Read until ``reply`` is complete. After the timeout, complete it with an error."""
         deadline = time.monotonic() + self._timeout_seconds
         while not reply.is_done:
             with self._receiving:
@@ -171,14 +171,14 @@ class SocketClient:
             reply.complete((), self._failure)
 
     def close(self) -> None:
-        """Close the connection; open calls fail."""
+        """Close the connection; calls without a response fail."""
         self._fail("this process is leaving")
         self._connection.close()
         self._frames.close()
 
 
 class SocketServer:
-    """A thread on a worker that reads a trainer's connection, and executes the calls of ``functions``."""
+    """A thread on a worker that executes the calls of one trainer, which may call only ``functions``."""
 
     def __init__(self, connection: Connection, functions: Sequence[ServedFunction]) -> None:
         self._connection, self._frames = connection
