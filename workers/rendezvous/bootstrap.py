@@ -68,7 +68,7 @@ _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_second
 
 @dataclass(frozen=True, slots=True)
 class JoinedCluster:
-    """A running cluster, as one of its roles sees it."""
+    """A running cluster, and the role of this process in it."""
 
     role: Role
     topology: Topology
@@ -114,13 +114,13 @@ class RendezvousStore(dist.Store):
         return self._request("check", *keys) == b"1"
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number of ``key``, initially 0, and return the sum."""
+        """Add ``amount`` to the number stored under ``key``, 0 if missing; return the sum."""
         return int(self._request("add", key, str(amount)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store ``desired`` if the value of ``key``, "" if missing, is ``expected``; return the final value.
+        """Store ``desired`` if the value of ``key`` is ``expected``; return the value after that.
 
-        If the key is still missing, return ``expected``, as torch's stores do.
+        The value of a missing key is "". If the key is still missing, return ``expected``, as torch does.
         """
         return self._request("compare_set", key, expected, desired)
 
@@ -174,15 +174,15 @@ def lead(
     listener: socket.socket,
     code_of: Callable[[BaseException], ExitCode] = exit_code,
 ) -> Iterator[JoinedCluster]:
-    """Form a cluster as its master, yield it, and leave it at the end, or after an error.
+    """As the master, form a cluster and yield it; leave it when the ``with`` block ends, or after an error.
 
     Args:
         listener: the socket on which the master listens; closed at the end.
-        code_of: returns the exit code of the roles for an error that ends the cluster.
+        code_of: a function that returns the exit code of all roles for the error that ends the cluster.
 
     Raises:
         ClusterError: a role is missing, was lost, has failed, or cannot be reached.
-        HybridError: a role has other versions, or this host does not have the configured interface.
+        HybridError: a role has other software versions, or this host lacks the configured interface.
     """
     section = config.cluster
     address, port, *_ = listener.getsockname()
@@ -214,10 +214,10 @@ def lead(
 def join(
     role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()
 ) -> Iterator[JoinedCluster]:
-    """Join a cluster as a trainer or a worker, yield it, and leave it at the end.
+    """As a trainer or a worker, join a cluster and yield it; leave it when the ``with`` block ends.
 
-    After an error, end the process by :func:`end_now`, or join another cluster in the same role. At exit,
-    Python would wait for threads of torch, which may wait for a lost role.
+    After an error, the caller must end the process by :func:`end_now`, or join another cluster in the same
+    role. A normal exit would wait for threads of torch, which may wait for a lost role.
 
     Args:
         address: address of the master, which sends the configuration.
@@ -228,8 +228,8 @@ def join(
             cannot be reached.
         ConfigError: a setting is invalid or only for the master, this host does not have the configured
             interface, or the master has another secret.
-        HybridError: the cluster has no such role, the master has other versions, or the limit of open files
-            is too low.
+        HybridError: the cluster has no such role, the master has other software versions, or the limit of
+            open files is too low.
         StoppedError: the run or the master has ended; the attribute ``code`` is the exit code for this role.
     """
     own = apply_settings(RunConfig(), settings).cluster
@@ -272,7 +272,7 @@ def _torch_groups(
     interface: str,
     constructors: Iterable[partial[Any]],
 ) -> Iterator[None]:
-    """Join torch's RPC group, and as a trainer the process group; leave both, except after an error."""
+    """Join torch's RPC group, and as a trainer DDP's process group; leave both unless an error occurs."""
     section, role, store = config.cluster, cluster.role, cluster.store
 
     def start() -> None:
@@ -333,18 +333,18 @@ def _is_set_within(store: dist.Store, key: str, timeout: timedelta) -> bool:
 
 
 def check_connections(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
-    """Check that this role can connect to the roles of other hosts; return when every role has checked.
+    """Check that this role can connect to roles on other hosts; wait until all roles have done the same.
 
     Process groups and RPC connect every pair of roles, on ports that the kernel chooses. If a firewall blocks
     these ports, torch waits long and does not name the roles. On a single host, nothing is checked.
 
     Args:
         interface: network interface on which other roles reach this role.
-        timeout_seconds: time limit of each connection; a limit above ten seconds counts as ten seconds.
+        timeout_seconds: time limit of each connection, but at most ten seconds.
 
     Raises:
         ClusterError: this role cannot connect to another role.
-        DistStoreError: another role has not checked in time.
+        DistStoreError: another role has not finished its checks in time.
     """
     hosts = json.loads(store.get(_HOSTS))
     if len({network for _, network in hosts.values()}) == 1:
@@ -373,13 +373,13 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
 
 
 def _signal_main_thread(number: int) -> None:
-    """Make the main thread of the master handle the signal ``number`` that another role has received."""
+    """Signal a stop to the master's main thread, because another role has received signal ``number``."""
     own = number if number == WARNING else STOP_REQUEST
     signal.pthread_kill(threading.main_thread().ident or 0, own)
 
 
 def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
-    """As the master, stop all other roles. If ``message`` has a reason, wait up to 5 s until they leave."""
+    """As the master, stop all other roles. If ``message`` has a reason, wait for their end, up to 5 s."""
     if not message.reason:
         cluster.store.set(STOP, f"{message.code:d}")
     elif cluster.rendezvous is not None:

@@ -39,10 +39,10 @@ ALIVE, SIGNALED, LEAVING = b"alive", b"signaled", b"leaving"
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatInterval:
-    """The interval of heartbeats (a turn), and the number of heartbeats that may be missing.
+    """The interval between heartbeats (a turn), and how many turns a process may be silent.
 
     A process is considered frozen if it is silent for ``turns`` turns in a row. The receiver of heartbeats
-    waits for each turn separately. So if the receiver itself was stopped, this counts as one silent turn.
+    waits for each turn separately. So a pause of the receiver itself counts as one silent turn at most.
     """
 
     timeout_seconds: float  # silence after which a process is considered frozen
@@ -57,14 +57,14 @@ class HeartbeatInterval:
         return self.timeout_seconds / self.turns
 
     def describe_silence(self, name: str, is_local: bool) -> str:
-        """Return an error message about a silent process; ``is_local``: whether it is on this host."""
+        """Return an error message about a silent process. ``is_local``: the process is on this host."""
         state = "frozen" if is_local else "frozen or unreachable"
         timeout = f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
         return f"{name} is {state}: no heartbeat for {timeout}"
 
 
 def own_versions() -> str:
-    """Return the versions that must be equal on all roles; torch's build, such as "+cpu", is left out."""
+    """Return the versions of hybrid, torch and Python, as a text that must be equal on all roles."""
     torch, _, _ = metadata.version("torch").partition("+")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"hybrid-parallel {__version__}, torch {torch}, Python {python}"
@@ -72,7 +72,7 @@ def own_versions() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A role and its host, as the role registers them."""
+    """The data that a role sends to the master to register: its name, host, process and versions."""
 
     role: str  # name of the role, such as "worker 0"
     files: str  # see filesystem_id; equal for roles that see the same files
@@ -100,7 +100,7 @@ def register(channel: "Channel", registration: Registration) -> str:
 
     Raises:
         ClusterError: the role is registered already, or the master is frozen.
-        HybridError: the cluster has no such role, or the master has other versions.
+        HybridError: the cluster has no such role, or the master has other software versions.
         StoppedError: the run or the master has ended.
     """
     try:
@@ -122,8 +122,8 @@ class HeartbeatSender:
 
     Args:
         channel: the connection over which the role has registered; closed at the end.
-        on_failure: called by the sender's thread if the master has ended or is frozen, or if the run or the
-            thread has failed.
+        on_failure: called with an error, in the thread that sends, if the master has ended or is frozen, if
+            the run has failed, or if this thread fails.
     """
 
     def __init__(self, channel: "Channel", on_failure: Callable[[ClusterError], None]) -> None:

@@ -30,7 +30,7 @@ _FILES_PER_ROLE, _FILES_PER_ROLE_BY_SHARED_MEMORY = 9, 48
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """Host name or IP address of the master, and port."""
+    """The host name or IP address of the master, and its port."""
 
     host: str
     port: int
@@ -56,7 +56,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or IP address, refers to the local host on every machine."""
+    """Whether ``host`` is a loopback address, or a name of one on every machine, such as "localhost"."""
     number = _ip_address(host)
     return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
 
@@ -64,8 +64,8 @@ def is_loopback(host: str) -> bool:
 def listen(address: str, port: int, port_key: str = _MASTER_KEY) -> socket.socket:
     """Return a socket that listens on one address only; port 0 selects a free port.
 
-    ConfigError if this host cannot listen on the address, if a host name other than localhost means loopback
-    here, or if the port is in use or forbidden; then, the error names the configuration key ``port_key``.
+    ConfigError if this host cannot listen on the address, if it is a loopback address under another name than
+    localhost, or if the port is in use or forbidden. An error about the port names the key ``port_key``.
     """
     try:
         resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -93,9 +93,9 @@ def choose_interface(configured: str, address: str) -> str:
     """Return this process's network interface, and set the environment variables that gloo and NCCL read.
 
     Args:
-        configured: ``cluster.interface``; ConfigError if this host lacks it, or if "auto" finds none.
-        address: this host's address: on the master, the address on which it listens; on another role, the
-            local address of its connection to the master.
+        configured: ``cluster.interface``; "auto" is the interface with ``address``. ConfigError if none.
+        address: on the master, the address on which the master listens; on another role, the local address
+            of the connection to the master.
     """
     interface, number = configured, ipaddress.ip_address(address.partition("%")[0])
     if configured == AUTO and number.is_loopback:  # also for 127.0.0.2, which no interface lists
@@ -118,7 +118,7 @@ def choose_interface(configured: str, address: str) -> str:
 
 
 def allow_open_files(cluster: ClusterSection) -> None:
-    """Raise the limit of open files of this process to the hard limit; HybridError if a role needs more."""
+    """Raise this process's limit of open files to the hard limit; HybridError if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

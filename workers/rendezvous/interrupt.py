@@ -20,7 +20,7 @@ _SIGNAL = signal.SIGRTMIN  # schedulers use SIGUSR1 as a warning
 
 
 class StoppedError(ReportedError):
-    """The run has failed or ended: another role reported it, or the connection to another role closed."""
+    """The run has failed or ended: another role reported that, or the connection to another role closed."""
 
 
 class LostRoleError(ClusterError):
@@ -37,7 +37,7 @@ class Interrupter:
 
     A call into torch that waits for a frozen role does not handle signals. So if Python does not exit within
     ``seconds`` after an error, a timer prints the error and ends the process. If Python exits in time, the
-    process ends without waiting for threads of torch. Neither happens once the next interrupter is enabled.
+    process ends without waiting for threads of torch. Enabling another interrupter cancels both.
     """
 
     name: str  # name of the process in the message
@@ -100,7 +100,7 @@ class Interrupter:
 
 
 def run_interruptibly(function: Callable[[], object]) -> None:
-    """Run ``function`` in a new thread, and raise its errors; meanwhile, interrupts reach the main thread."""
+    """Run ``function`` in a new thread, wait for the end, and raise its error. An interrupt ends the wait."""
     result: Future[object] = Future()
 
     def run() -> None:

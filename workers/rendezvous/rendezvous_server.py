@@ -105,7 +105,7 @@ class RendezvousServer:
         self.await_departures(wait_seconds)
 
     def await_members(self, timeout_seconds: float) -> dict[Role, Registration]:
-        """Wait for the registrations of all trainers and workers; ClusterError if the timeout is exceeded."""
+        """Return the registrations of all other roles, once all exist; ClusterError if one is late."""
         deadline = time.monotonic() + timeout_seconds
         while missing := [role for role in self._topology.roles[1:] if role not in self._members]:
             if time.monotonic() > deadline:
@@ -194,9 +194,9 @@ class RendezvousServer:
             writer.close()
 
     async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the cipher; close the connection and return None if the peer cannot prove the secret.
+        """Return the connection's cipher. If the peer lacks the secret, close the connection; return None.
 
-        The number of unauthenticated peers, their time and their memory are limited.
+        Limits apply to the number of unauthenticated peers, and to the time and memory of each peer.
         """
         cipher = None
         task = asyncio.current_task()
@@ -287,7 +287,7 @@ class RendezvousServer:
 
 
 def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
-    """Send ``reason`` to trainers and workers that were restarted although the run has ended.
+    """As the master of an ended run, send ``reason`` to trainers and workers that were restarted.
 
     Return when every role has registered, at the latest after ``cluster.start_timeout_seconds``.
     """

@@ -75,7 +75,7 @@ class FrameCipher:
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Decrypt a frame, without its header, into its fields; ChannelError if it is not the next frame."""
+        """Return the fields of a frame, passed without header; ChannelError if it is not the next frame."""
         try:
             body = self._receiving.open(sealed)
         except RejectionError as error:
@@ -104,7 +104,7 @@ class KeyPair:
         self.public = self._private.public_key().public_bytes_raw()
 
     def agree(self, public: bytes) -> bytes:
-        """Return the result of the exchange with the other side's public key; ChannelError if invalid."""
+        """Return the result of the exchange with the other side's key; ChannelError if the key is invalid."""
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:  # a point of small order, with which every exchange results in zeros
@@ -170,8 +170,7 @@ class Channel:
             due_seconds: time from now until the message is due; negative if it is overdue.
 
         Raises:
-            ClusterError: no message arrived within the heartbeat timeout after the due time. The master is
-                frozen or unreachable.
+            ClusterError: no message arrived within the heartbeat timeout after the due time.
             OSError: the connection is broken.
         """
         header = self._read(_LENGTH.size, due_seconds)
@@ -206,9 +205,9 @@ class Channel:
 def connect(
     address: MasterAddress, secret: Secret, interval: HeartbeatInterval, timeout_seconds: float
 ) -> Channel:
-    """Connect to the master, and retry until it listens; ClusterError after the timeout.
+    """Connect to the master, and retry while it does not listen. ConfigError if it has another secret.
 
-    ConfigError if the master has another secret, ClusterError if it is frozen or has another version.
+    ClusterError after the timeout, or if the master is frozen or has another version.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
