@@ -49,7 +49,7 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
-        """The class of the exception (:attr:`HybridError.kind`); Exception if it is not in hybrid.errors."""
+        """The class of the exception (:attr:`HybridError.kind`); Exception if hybrid.errors lacks it."""
         return error_class(self.failure.kind)
 
 
@@ -136,7 +136,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the result; RemoteError if the call raised an error. PendingTensors.wait has others."""
+        """Return the result. RemoteError if the call raised; other errors are as in PendingTensors.wait."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()

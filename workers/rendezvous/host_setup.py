@@ -93,7 +93,7 @@ def choose_interface(configured: str, address: str) -> str:
     """Return this process's network interface, and set the environment variables that gloo and NCCL read.
 
     Args:
-        configured: ``cluster.interface``; "auto" is the interface with ``address``. ConfigError if none.
+        configured: ``cluster.interface``; "auto" is the interface with ``address``. ConfigError if absent.
         address: on the master, the address on which the master listens; on another role, the local address
             of the connection to the master.
     """
