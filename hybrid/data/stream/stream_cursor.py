@@ -181,7 +181,7 @@ class StreamCursor:
 
     def pack(self) -> dict[str, Any]:
         """Return ``{"stream": POSITION}``, an entry of the dictionary ``progress`` in a checkpoint."""
-        last = None if self.last is None else asdict(replace(self.last, files=(), lanes=(), side_files=()))
+        last = None if self.last is None else asdict(replace(self.last, lanes=(), side_files=()))
         delta_time = {"delta_time": self.delta_time} if self._event_seconds else {}
         return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 

@@ -88,12 +88,14 @@ class StreamUnit:
         layout = stream_layout(config)
         return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
-    def added_files(self) -> list[str]:
-        """Return the files that were added to the unit after it was found; none if ``files`` is empty."""
+    def added_files(self) -> str:
+        """Return a warning if files were added to the unit after it was found, else an empty text."""
         with suppress(DataError):  # the unit may be removed after it was read
-            now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])} if self.files else set()
-            return sorted(now - {file.path for file in self.files})
-        return []
+            now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])}
+            if added := sorted(now - {file.path for file in self.files}):
+                which = f"{len(added)} file(s), such as {added[0]}, are not read"
+                return f"{self.name}: {which}, since they were added after the unit had begun"
+        return ""
 
     def segments(self, layout: Layout) -> list[Segment]:
         """Return the segments (byte ranges, or row groups of Parquet) of all files, in order."""
@@ -147,8 +149,7 @@ class FileSource:
                 if found.is_folder and marker and not storage.exists(path / marker):
                     return None
                 if last is not None and (added := last.added_files()):
-                    which = f"{len(added)} file(s), such as {added[0]}, are not read"
-                    self._warn(f"{last.name}: {which}, since they were added after the unit had begun")
+                    self._warn(added)
                 files = storage.map_concurrently(InputFile.of, list_files([name], PATH_KEYS[TRAIN]))
                 number = 0 if last is None else last.number + 1
                 return StreamUnit(index, name, tuple(files), number, side_files=find_side_files(data))
@@ -183,11 +184,15 @@ class FileSource:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def check_end(self, at: StreamUnit | None) -> str:
-        """Raise DataError if the stream ends at a unit ``at`` that is not ``until``; else return ""."""
+        """Return a warning if files were added to the last unit, ``at``, after it had begun.
+
+        Raises:
+            DataError: ``at`` is not the ``until`` of data.stream.
+        """
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
-        return ""
+        return "" if at is None else at.added_files()
 
 
 def concatenate(parts: Sequence[EncodedBlock]) -> EncodedBlock:

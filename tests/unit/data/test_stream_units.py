@@ -16,6 +16,8 @@ import torch
 from support.stores import sent
 
 from hybrid.batch import Batch
+from hybrid.checkpoint.checkpoint_folders import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -336,6 +338,19 @@ def test_unit_that_cannot_be_sampled_has_not_begun(tmp_path: Path) -> None:
     file.write_bytes(content)
     assert cursor.has_rows()
     assert cursor.scale(encoder) != encoder
+
+
+def test_files_that_the_last_unit_gets_are_named_at_the_end_of_a_resumed_run(tmp_path: Path) -> None:
+    config = configure(str(tmp_path / "day"), "parquet")
+    write(tmp_path / "day/a.parquet", table(0, 50))
+    cursor = StreamCursor(config, pytest.fail, str)
+    assert cursor.has_rows()
+    cursor.end_unit([])
+    position = json.loads(json.dumps(cursor.pack()))
+    cursor.restore(Checkpoint(tmp_path, Manifest(1, 1, {}, {}, progress=position)))
+    assert cursor.source.check_end(cursor.last) == ""
+    write(tmp_path / "day/late.parquet", table(0, 50))
+    assert str(tmp_path / "day/late.parquet") in cursor.source.check_end(cursor.last)
 
 
 def test_missing_integer_has_the_key_of_a_missing_text(tmp_path: Path) -> None:
