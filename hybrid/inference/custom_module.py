@@ -49,10 +49,10 @@ class CustomModule(TrainedModule):
         num_rows = {each.name: each.num_rows for each in spec.sparse_features}
         data = SimpleNamespace(num_rows=num_rows, dense_columns=spec.dense_features)
         module_name, _, function = name.partition(":")
-        if not (module_name and function):
+        file, folder = Path(module_name), None
+        is_module = module_name.replace(".", "").isidentifier()
+        if not function or not (is_module or file.suffix == ".py"):
             raise ConfigError(_KEY, "must be FILE.py:FUNCTION or package.module:FUNCTION", name)
-        folder = None
-        file = Path(module_name)
         if file.suffix == ".py":
             if not files.is_file(file):
                 raise ConfigError(_KEY, "is not a file", module_name)

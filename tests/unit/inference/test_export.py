@@ -413,6 +413,7 @@ def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.M
         (saved, "builtins:repr", "not a str"),
         (saved, "clicks_net.py", "'clicks_net.py': "),
         (saved, ":Net", "':Net': must be"),
+        (saved, "other/clicks_net:Net", "FILE.py:FUNCTION"),
         (saved, "missing/clicks_net.py:Net", "'missing/clicks_net.py': "),
         (saved, f"{'x' * 300}.py:Net", "File name too long"),
         (saved, "other/clicks_net.py:Net", "module of this name is .*"),
