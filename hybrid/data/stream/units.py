@@ -88,7 +88,7 @@ class StreamUnit:
         layout = stream_layout(config)
         return replace(layout, side_tables=_side_tables(config.data, layout.required, self.side_files))
 
-    def added_files(self) -> str:
+    def describe_added_files(self) -> str:
         """Return a warning if files were added to the unit after it was found, else an empty text."""
         with suppress(DataError):  # the unit may be removed after it was read
             now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])}
@@ -148,7 +148,7 @@ class FileSource:
                 marker = data.stream_call["marker"]
                 if found.is_folder and marker and not storage.exists(path / marker):
                     return None
-                if last is not None and (added := last.added_files()):
+                if last is not None and (added := last.describe_added_files()):
                     self._warn(added)
                 files = storage.map_concurrently(InputFile.of, list_files([name], PATH_KEYS[TRAIN]))
                 number = 0 if last is None else last.number + 1
@@ -184,15 +184,11 @@ class FileSource:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def check_end(self, at: StreamUnit | None) -> str:
-        """Return a warning if files were added to the last unit, ``at``, after it had begun.
-
-        Raises:
-            DataError: ``at`` is not the ``until`` of data.stream.
-        """
+        """Return a warning if files were added to the last unit, ``at``; DataError if it is not ``until``."""
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
-        return "" if at is None else at.added_files()
+        return "" if at is None else at.describe_added_files()
 
 
 def concatenate(parts: Sequence[EncodedBlock]) -> EncodedBlock:
