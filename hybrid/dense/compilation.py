@@ -14,18 +14,18 @@ _LOCATION = re.compile(r'File "(.+)", line (\d+)')
 
 
 def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Module:
-    """Return a compiled module with the parameters and buffers of ``module``; their names get a prefix.
+    """Compile ``module`` by ``torch.compile``; return a module with the same parameters and buffers.
 
-    torch compiles at the first call, so this function runs the result forward and backward once. Compile
-    before DDP wraps the module: around DDP, ``torch.compile`` captures nothing under distributed autograd.
+    torch compiles at the first call, so this function calls the result once, forward and backward. The result
+    accepts any number of samples. DDP must wrap the compiled module, not the other way round.
 
     Args:
-        module: its inputs, and its only output, are tensors with one row per sample.
-        how: one of :data:`hybrid.config.sections.COMPILERS`.
-        example: inputs of two samples or more. The same inputs must require gradients as in training. The
-            result accepts any number of samples.
+        module: takes tensors, and returns one tensor, all with one row per sample.
+        how: the backend of ``torch.compile``: "inductor" or "aot_eager".
+        example: inputs with two samples or more. Inputs that require gradients in training must do so here.
 
-    Raise ConfigError if ``how`` cannot compile ``module``, or the call with ``example`` fails.
+    Raises:
+        ConfigError: ``how`` cannot compile ``module``, or the call with ``example`` fails.
     """
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in example]
     for tensor in inputs:

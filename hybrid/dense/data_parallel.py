@@ -55,12 +55,12 @@ def resolve_device(device: Device) -> torch.device:
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     """Split each tensor of ``inputs`` along ``dim`` into chunks of almost equal size, one per device.
 
-    There may be fewer chunks than devices, as with ``torch.chunk``; an empty tensor is one chunk. Other
-    values and empty containers go to each device unchanged.
+    A small tensor may have fewer chunks than there are devices, as with ``torch.chunk``. An empty tensor is
+    one chunk. Each device gets all other values, and empty containers, unchanged.
 
     Returns:
-        The inputs for each device that gets a chunk; for all devices if there are no tensors. Do not change
-        chunks in place: a chunk is a view of its tensor if both are on the same device.
+        The inputs of each device that gets a chunk, or of all devices if ``inputs`` has no tensors. Do not
+        change chunks in place: a chunk is a view of its tensor if both are on the same device.
 
     Raises:
         ValueError: the tensors have different numbers of chunks, or this machine does not have a device.
@@ -95,9 +95,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
         outputs: one per device: tensors, None, or containers of these. All have the same structure.
 
     Raises:
-        ValueError: dicts differ in their number of keys, sequences differ in their length, or this machine
-            does not have ``device``.
-        KeyError: dicts have different keys.
+        ValueError, KeyError: outputs differ in their structure, or this machine does not have ``device``.
         TypeError: an output has another type.
     """
     first = outputs[0]
@@ -152,8 +150,8 @@ def parallel_apply(
 
     Raises:
         ValueError: the sequences differ in length, or this machine does not have a device.
-        Exception: the exception of the first failed module, raised after all calls have ended. Its message
-            has the traceback. RuntimeError replaces a type that cannot be constructed from a message.
+        Exception: the error of the first module that has failed, raised after all calls have ended. Its
+            message has the traceback. An error that needs other arguments becomes a RuntimeError.
     """
     if kwargs_tup is None:
         kwargs_tup = [{} for _ in modules]
@@ -212,9 +210,9 @@ def _call(
 def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
     """Create a replica of ``module`` for each device by :func:`shadow`.
 
-    Replica 0 uses the parameters and buffers of ``module`` that are on the first device, so in-place changes
-    reach ``module``. All other parameters and buffers are copies. The backward pass adds up the gradients of
-    replicas in the order of ``devices``. If it reaches any parameter, unused parameters get zero gradients.
+    Replica 0 shares parameters and buffers that are on the first device, so its in-place changes reach
+    ``module``. All other parameters and buffers are copies. The backward pass adds up the gradients of the
+    replicas in the order of ``devices``, and gives zero gradients to unused parameters.
 
     Args:
         devices: may be empty, and may contain a device twice.
@@ -244,19 +242,20 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
 
 
 def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
-    """Return a replica of ``module`` that computes with other tensors.
+    """Return a replica of ``module`` in which ``tensors`` replace parameters and buffers.
 
-    Structure, code, settings and hooks are the same. A substitute may be the result of a computation, so it
-    cannot be a parameter: an eager replica has it as a plain attribute, and ``parameters()`` leaves it out.
-    Several threads may call this at once, since it only reads ``module``.
+    The replica has the structure, code, settings and hooks of ``module``. A new tensor may be the result of a
+    computation, so an eager replica stores it as a plain attribute, which ``parameters()`` does not return.
+    Several threads may call this function at once, since it does not change ``module``.
 
     Args:
-        module: eager or TorchScript.
-        tensors: substitutes by parameter or buffer. The replica shares all other tensors with ``module``.
+        module: an eager module or a TorchScript module.
+        tensors: new tensors, by the parameter or buffer that each replaces. The replica shares all other
+            parameters and buffers with ``module``.
 
     Raises:
         RuntimeError: a parameter has no shape yet, a TorchScript module contains Python modules, or
-            ``torch.compile`` has compiled a submodule, and has bound the code to the original.
+            ``torch.compile`` has compiled ``module`` or a submodule.
     """
     replicas: dict[nn.Module, Any] = {}  # by original
     for original in module.modules():
@@ -287,7 +286,7 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Return copies on all devices, tensor by tensor. On the first device, a copy may share the memory."""
+    """Return copies of tensor 0 on all devices, then of tensor 1, and so on, as in :func:`replicate`."""
     return tuple(
         tensor.detach().to(device, copy=index > 0)
         for tensor in tensors
@@ -326,9 +325,9 @@ class DataParallel(nn.Module):
     A small batch may use fewer devices (:func:`scatter`). An empty batch, or a call without arguments, uses
     one device.
 
-    With several devices, each call creates replicas and runs them in threads. So ``module`` must make no
-    remote calls. Attributes that its forward pass assigns are lost, but in-place changes of buffers on the
-    first device stay. On CPUs, replicas draw random numbers from one generator in an unspecified order.
+    With several devices, each call runs replicas of ``module`` in threads. So ``module`` must make no remote
+    calls, and does not keep attributes that its forward pass assigns. It keeps in-place changes of buffers on
+    the first device. On CPUs, replicas draw random numbers from one generator in an unspecified order.
 
     Args:
         module: has its parameters and buffers on ``devices[0]``.
@@ -360,7 +359,6 @@ class DataParallel(nn.Module):
 
         Raises:
             RuntimeError: a parameter or buffer is not on ``devices[0]``.
-            Exception: see :func:`scatter`, :func:`parallel_apply`, :func:`replicate` and :func:`gather`.
         """
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.devices[0]:

@@ -42,9 +42,9 @@ def make_optimizer(
     """Create an optimizer of a net from the name of a class in ``torch.optim``.
 
     Args:
-        options: other arguments of the class as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
+        options: further arguments of the class as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
         sections: the sections [dense_groups.NAME] by NAME; each sets options of some parameters.
-        is_remote: whether sections name the parameters of ``net`` with the prefix "remote.".
+        is_remote: whether ``net`` is the remote net. Sections name its parameters with the prefix "remote.".
 
     Raises:
         ConfigError: the class does not exist, cannot train these parameters, or refuses an option; a section
@@ -117,7 +117,10 @@ def _arguments(
     common: Mapping[str, object],
     like: Tensor,
 ) -> dict[str, object]:
-    """Parse options to keyword arguments of ``cls``, and test them together with those in ``common``."""
+    """Parse ``options`` (TOML) to keyword arguments of ``cls``; a ConfigError names ``option_key``.
+
+    Test these arguments, and those in ``common``, in a step with a parameter of the type of ``like``.
+    """
     try:
         values = tomllib.loads("\n".join(options))
     except tomllib.TOMLDecodeError as error:
@@ -148,7 +151,7 @@ def _arguments(
 
 
 class DenseOptimizer:
-    """A ``torch.optim`` optimizer with explicit gradients and scheduled learning rates."""
+    """A ``torch.optim`` optimizer whose caller passes the gradients, with scheduled learning rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         self.optimizer = optimizer
@@ -167,7 +170,7 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Load state by parameter index, and keep the options. CheckpointError if the state does not fit."""
+        """Load ``state`` by parameter index, but keep the options. CheckpointError if state does not fit."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
             # State is a scalar, or has the elements, rows or columns of its parameter.

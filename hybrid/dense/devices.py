@@ -14,8 +14,8 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     """Return the devices on which a trainer computes; the first one holds its parameters.
 
     If ``dense.device`` names or lists devices, return these. For ``cuda``, return one GPU of this machine;
-    for ``auto``, one GPU, or the CPU if there is no GPU. LOCAL_RANK (which torchrun sets), SLURM_LOCALID, or
-    else the index ``trainer`` selects the GPU. A GPU is any accelerator that torch knows.
+    for ``auto``, one GPU, or the CPU if there is no GPU. The index of this GPU is LOCAL_RANK (which torchrun
+    sets), else SLURM_LOCALID, else ``trainer``, modulo the number of GPUs. A GPU is any torch accelerator.
 
     Raises:
         ConfigError: this machine does not have the device.

@@ -23,7 +23,9 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 class HostedNet(HostedModule):
-    """A net that all trainers call. An update adds up gradients in trainer order, for one optimizer step.
+    """A net on a worker that all trainers call, with its optimizer and its update barrier.
+
+    An update adds up the gradients of all trainers in trainer order, and makes one step of the optimizer.
 
     Args:
         net: must have no buffers, since calls run concurrently.
@@ -41,14 +43,14 @@ class HostedNet(HostedModule):
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
 
     def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
-        """Return a future of :meth:`forward`, which runs once the ticket's required updates are applied."""
+        """Return a future of :meth:`forward`, which runs once the updates for ``ticket`` are applied."""
         return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, hidden_BH))
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """Return the output for ``hidden_BH`` with the current parameters.
 
         For ``Purpose.PREDICT``, the net is in evaluation mode, and the output has no gradient. Otherwise, the
-        backward pass adds the gradients of the parameters to the ticket's step.
+        backward pass sends the gradients of the parameters to the update barrier.
         """
         if ticket.purpose is Purpose.PREDICT:
             with torch.no_grad():
@@ -61,10 +63,10 @@ class HostedNet(HostedModule):
         return output
 
     def load(self, folder: StoragePath, step: int, has_state: bool = True) -> None:
-        """Load net and optimizer, and go on after ``step`` steps; CheckpointError if the file does not fit.
+        """Load a checkpoint, and continue after ``step`` steps; raise CheckpointError if it does not fit.
 
         Args:
-            has_state: whether to load the optimizer's state, too; it must be of the same optimizer.
+            has_state: whether to load the optimizer's state; False for the checkpoint of another optimizer.
         """
         self.barrier.drain()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
@@ -109,7 +111,7 @@ class NetUpdate(NamedTuple):
 
 
 class _Parameters(torch.autograd.Function):
-    """Returns the parameters; the backward pass sends all their gradients to the update barrier."""
+    """Returns the parameters of a net. The backward pass sends their gradients to the update barrier."""
 
     @staticmethod
     def forward(

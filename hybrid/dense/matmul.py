@@ -1,16 +1,14 @@
-"""Matrix products of linear layers by oneDNN, where it is faster than torch's own (MKL).
+"""Matrix products of linear layers by oneDNN, where oneDNN is faster than MKL, which torch uses.
 
-MKL runs AVX2 kernels on AMD processors. oneDNN, in the same wheel, runs AVX-512, but torch has no setting for
-that. So two custom operators compute the products of a layer. With B samples, F inputs and H outputs:
+On AMD processors, MKL runs AVX2 kernels. torch also contains oneDNN, which runs AVX-512 kernels, but has no
+setting to use it. So two custom operators compute the products. With B samples, F inputs and H outputs:
 
     output              x_BF @ weight_HF.T + bias_H    hybrid::linear
     gradient of x       grad_BH @ weight_HF            hybrid::linear
     gradient of weight  grad_BH.T @ x_BF               hybrid::weight_gradient
 
-``torch.compile`` captures operators, but no Python functions. A compiled net computes small products by these
-operators, too, since its number of samples is not known when it is compiled.
-
-A ReLU is not fused into the product: oneDNN's would turn NaN into 0, and hide a non-finite loss.
+``torch.compile`` captures operators, but no Python functions. The operators leave small products to torch.
+A ReLU is not fused into the product: oneDNN would turn NaN into 0, and hide a non-finite loss.
 """
 
 from functools import cache
@@ -33,13 +31,12 @@ _library.define("weight_gradient(Tensor grad, Tensor input) -> Tensor")
 
 
 class Linear(nn.Linear):
-    """A linear layer that uses oneDNN for large products of float32 on a CPU, and torch's own otherwise."""
+    """A linear layer that computes large products of float32 on a CPU by oneDNN, and others by torch."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute what ``nn.Linear`` computes."""
         if input.device.type != "cpu" or input.dim() < 2:
             return F.linear(input, self.weight, self.bias)
-        if not torch.compiler.is_compiling() and not _takes_onednn(input, self.weight):
+        if not torch.compiler.is_compiling() and not _should_use_onednn(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         rows_NF = input if input.dim() == 2 else input.flatten(0, -2)
         rows_NH: Tensor = torch.ops.hybrid.linear(rows_NF, self.weight, self.bias)
@@ -50,8 +47,8 @@ class Linear(nn.Linear):
 def prefers_onednn() -> bool:
     """Return whether oneDNN multiplies float32 matrices faster than MKL on this machine.
 
-    It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The result depends only on processor
-    and torch, not on measured times, so a resumed run is bit-identical to an uninterrupted run.
+    This is so on AMD processors with AVX-512, where MKL runs AVX2 kernels. No time is measured, so a resumed
+    run gets the same result, and is bit-identical to an uninterrupted run.
     """
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -60,10 +57,10 @@ def prefers_onednn() -> bool:
 
 
 def use_onednn(net: nn.Module) -> None:
-    """Change the linear layers of a net to :class:`Linear`, in place; names and tensors of the net stay.
+    """Change the class of ``nn.Linear`` layers to :class:`Linear`, in place. Parameters do not change.
 
-    Layers with one input or one output stay, since torch's products are faster there. Subclasses of
-    ``nn.Linear`` stay, since they may compute something else.
+    Layers with one input or one output keep their class, since MKL is faster there. Subclasses of
+    ``nn.Linear`` also keep their class, since they may compute something else.
     """
     for layer in net.modules():
         if type(layer) is nn.Linear and min(layer.in_features, layer.out_features) > 1:
@@ -85,8 +82,8 @@ def multiply_by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return product
 
 
-def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
-    """Return whether oneDNN computes a product; the result is the same for all three products of a layer."""
+def _should_use_onednn(input: Tensor, weight: Tensor) -> bool:
+    """Return whether oneDNN computes ``input @ weight.T``: a large product of float32 without autocast."""
     return (
         input.dtype == weight.dtype == torch.float32
         and input.size(-1) == weight.size(1)  # otherwise torch raises an error
@@ -98,13 +95,13 @@ def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
 
 @torch.library.impl(_library, "linear", "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    multiply = multiply_by_onednn if _takes_onednn(input, weight) else F.linear
+    multiply = multiply_by_onednn if _should_use_onednn(input, weight) else F.linear
     return multiply(input, weight, bias)
 
 
 @torch.library.impl(_library, "weight_gradient", "CPU")
 def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
-    if not _takes_onednn(grad_BH.t(), x_BF.t()):
+    if not _should_use_onednn(grad_BH.t(), x_BF.t()):
         return grad_BH.t() @ x_BF
     first, *others = zip(grad_BH.split(_BLOCK), x_BF.split(_BLOCK), strict=True)
     total_HF = multiply_by_onednn(first[0].t(), first[1].t(), None)
@@ -118,7 +115,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad_BH: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias; a second derivative takes torch's own products."""
+    """Return the gradients of input, weight and bias; with ``create_graph``, compute them by torch."""
     x_BF, weight_HF = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
     if torch.is_grad_enabled():

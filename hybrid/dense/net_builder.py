@@ -33,22 +33,21 @@ from hybrid.user_code.user_modules import describe_error, load_function
 
 
 def extra_columns(net_name: str) -> int:
-    """Return the number of first-order weights after each vector: 1 for deepfm and wide_deep, else 0."""
+    """Return 1 if the net has a first-order weight after each vector (deepfm and wide_deep), else 0."""
     return int(net_name in ("deepfm", "wide_deep"))
 
 
 def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
     """Build the dense net of ``dense.net``; equal arguments give equal initial weights.
 
-    With ``dense.remote_mlp``, the head takes the output of the remote net. A custom net is the result of
-    ``function(config, input_spec, widths)`` in the user's module. Of the built-in nets, ``HISTORY_NETS``
-    require one sequence, the history, and ``two_towers`` accepts none. Other built-in nets take each vector
-    of a sequence as a separate feature. Float32 layers without autocast and tensor parallelism use oneDNN if
-    it is faster.
+    With ``dense.remote_mlp``, the input of the head is the output of the remote net. A custom net is the
+    result of ``function(config, input_spec, widths)`` in the user's module. Of the built-in nets,
+    ``HISTORY_NETS`` require one sequence, the history, and ``two_towers`` accepts none. The other nets
+    take each vector of a sequence as a separate feature.
 
     Args:
-        widths: number of inputs from each sparse feature: its vector, with :func:`extra_columns`; from a
-            sequence, all vectors and the length.
+        widths: for each sparse feature, its number of values in the input of the net; for a sequence, these
+            are the values of all vectors, and the length.
 
     Raises:
         ConfigError: the net needs other columns or widths, or the custom net fails.
@@ -65,13 +64,13 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
             net.interaction = layout.without_lengths(net.interaction)
         else:
             net = _custom_net(config, input_spec, widths)
-    if _takes_onednn(config):
+    if _should_use_onednn(config):
         use_onednn(net)
     return net
 
 
 def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
-    """Build the remote net, which takes the interaction's output; errors as in :func:`build_dense_net`."""
+    """Build the remote net, whose input is the output of the interaction of the dense net."""
     net = build_dense_net(config, input_spec, widths)
     parameters = (*net.bottom.parameters(), *net.interaction.parameters())
     dtype = next((parameter.dtype for parameter in parameters), torch.float32)
@@ -80,12 +79,12 @@ def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[
         width = net.interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1)
     with _seeded(config.run.seed, "remote dense net"):
         remote_net = mlp((width, *config.dense.remote_mlp))
-    if _takes_onednn(config):
+    if _should_use_onednn(config):
         use_onednn(remote_net)
     return remote_net
 
 
-def _takes_onednn(config: RunConfig) -> bool:
+def _should_use_onednn(config: RunConfig) -> bool:
     # torch.distributed splits no other layers than its own; its bfloat16 products are oneDNN's.
     dense = config.dense
     is_plain = dense.parallel != "tensor" and dense.autocast == "none"
@@ -208,10 +207,9 @@ def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
 
 
 def name_layer(error: BaseException, *nets: nn.Module) -> None:
-    """Add a note to ``error`` that names the innermost layer in its traceback, if there is a layer.
+    """Add a note to ``error`` that names the innermost layer of ``nets`` in the traceback, if there is one.
 
-    Args:
-        nets: nets that contain the layers; a layer in several nets is named as in the first of these nets.
+    If several nets contain the layer, the note has the name from the first of them.
     """
     names = {module: name for net in reversed(nets) for name, module in net.named_modules() if name}
     layer: nn.Module | None = None

@@ -4,8 +4,6 @@
 
     count, mean    from the sums of 1 and x
     variance       from the sum of (x - mean)^2
-
-The backward pass sums gradients over all trainers in the same way.
 """
 
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all trainers, which must run the same graph in the same order."""
+    """The sum of a tensor over all trainers. All trainers must run the same graph in the same order."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -95,14 +93,14 @@ class SyncBatchNorm(_BatchNorm):
 def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.ProcessGroup) -> str | None:
     """Change batch normalizations under DDP to :class:`SyncBatchNorm`, in place.
 
-    Layers of subclasses stay. All layers stay if the net is compiled, replicated or split.
+    Subclasses of torch's layers do not change. No layer changes if the net is compiled, replicated or split.
 
     Args:
         group: all trainers.
 
     Returns:
-        A warning that names the layers that still normalize by less than the global batch; None if there are
-        none. If trainers have separate nets (``dense.ddp = "none"``), a slice counts as the global batch.
+        A warning that names the layers that normalize by less than the global batch; None if there are none.
+        If trainers have separate nets (``dense.ddp = "none"``), a slice counts as a global batch.
     """
     dense, parts = config.dense, config.train.micro_batches
     is_alone = group.size() == 1 or dense.ddp == "none"
@@ -128,7 +126,7 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Let each :class:`SyncBatchNorm` in the block use local samples, and update no running statistics."""
+    """Let batch normalizations in the block use only local samples, and update no running statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield

@@ -10,8 +10,7 @@ the same shard. DDP reduces the gradients of the shard over this group.
     local inputs_bX ── all-gather ── inputs_BX ── stage ── outputs_BY ── local rows ── outputs_bY
 
 b is the number of samples of one trainer, and B the sum of b over the tensor group. The engine wraps the
-stages of a net in both classes; users may do the same. torch's ``torch.distributed.tensor.parallel.ddp``
-cannot replace this module: after a pass, its shards are no parameters, and each pass adds hooks to them.
+stages of a net in both classes; users may do the same.
 """
 
 import ctypes
@@ -68,16 +67,16 @@ _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.
 
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
-    """Return the mesh "data" x "tensor" of all trainers; the first tensor group has the ranks 0 to P - 1.
+    """Return the mesh "data" x "tensor" of all trainers. Trainers of successive ranks form a tensor group.
 
     All trainers must call this. The first call creates process groups; equal calls return the same mesh.
 
     Args:
-        tensor_size: P, the number of trainers in a tensor group.
+        tensor_size: the number of trainers in a tensor group.
         device_type: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: P is below 1, or the number of trainers is not a multiple of P.
+        ValueError: ``tensor_size`` is below 1, or does not divide the number of trainers.
     """
     trainers = dist.get_world_size()
     if tensor_size < 1 or trainers % tensor_size:
@@ -110,9 +109,9 @@ def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
 
 
 def unflatten_tensor(shard: Tensor, layout: Layout) -> DTensor:
-    """Return a DTensor with the local part ``shard``, in the same memory.
+    """Return a DTensor whose local shard is ``shard``, in the same memory.
 
-    The backward pass gives ``shard`` a plain tensor as gradient, after its collective has ended.
+    The gradient of ``shard`` becomes a plain tensor, and is complete when the backward pass stores it.
     """
     # The hook is on an alias, which lives as long as the graph. Hooks on the shard would accumulate.
     alias = shard.view_as(shard)
@@ -127,7 +126,7 @@ def full_tensor(shard: Tensor, layout: Layout) -> Tensor:
 
 
 def local_shard(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return a copy of the local part of a full tensor, without communication."""
+    """Return a copy of this rank's shard of a full tensor, without communication."""
     dtensor = distribute_tensor(tensor.detach(), layout.mesh, layout.placements, src_data_rank=None)
     return dtensor.to_local().clone()
 
@@ -140,7 +139,7 @@ def _dtensor(local: Tensor, layout: Layout) -> DTensor:
 
 
 class TensorParallel(nn.Module):
-    """A module with the local shards as parameters; all ranks of the group run its forward pass together.
+    """A module whose parameters are this rank's shards. All ranks of the tensor group call it together.
 
     Parameters are plain tensors and keep their names in ``module``, so that DDP, optimizers and checkpoints
     work as usual. All ranks must have the same initial weights and inputs. Modules that draw random numbers,
@@ -200,7 +199,7 @@ def _plain(output: Any) -> Any:
 
 
 class _Leave(torch.autograd.Function):
-    """Waits for the collective of an output; as the first step of the backward pass, keeps thread state."""
+    """Waits until an output is computed. The backward pass calls :func:`_keep_thread_state`."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:
@@ -216,8 +215,8 @@ class _Leave(torch.autograd.Function):
 def _keep_thread_state() -> None:
     """Keep the Python thread state of the calling thread until it ends.
 
-    RPC and distributed autograd run Python in C++ threads. Whenever these return to C++, they lose their
-    thread state, and with it thread-local data such as the sharding decisions of DTensor, which take
+    RPC and distributed autograd run Python in C++ threads. When such a thread returns to C++, Python deletes
+    the thread state with all thread-local data, such as the sharding decisions of DTensor, which take
     milliseconds to repeat. The thread pools have a fixed size, so only a few states are kept.
     """
     if not hasattr(_kept, "is_kept"):
@@ -262,7 +261,8 @@ def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
     Paths in a plan are relative to the stage; "" is the stage itself.
 
     Args:
-        texts: such as "head.[02] = colwise": a file name pattern for paths in ``net``, and a style.
+        texts: such as "head.[02] = colwise": an fnmatch pattern for paths of layers in ``net``, and a key of
+            ``STYLES``.
         net: the full net; its children are the stages.
 
     Raises:
@@ -306,7 +306,7 @@ class SharedStage(nn.Module):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the output for local rows; ValueError if inputs or output differ in their number of rows."""
+        """Return the output for this trainer's samples. Each input must have one row per sample."""
         rows, is_differentiable = _agree(inputs, self._group)
         # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
         # ranks need the same graph. A slice without samples has no lookup, and its input requires no
@@ -326,7 +326,7 @@ class SharedStage(nn.Module):
 
 
 def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
-    """Return the number of rows of each rank, and which inputs need a gradient on any rank."""
+    """Return the number of rows of each rank, and for each input, whether a rank needs its gradient."""
     sizes = {len(x) for x in inputs}
     if len(sizes) != 1:
         raise ValueError(f"inputs of a stage must have as many rows as each other, not {sorted(sizes)}")
@@ -338,6 +338,6 @@ def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int
 
 
 def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Copy this trainer's rows; ``rows`` counts them by trainer. RPC sends the whole storage of a view."""
+    """Return a copy of this rank's rows; ``rows`` has the number of rows of each rank."""
     start = sum(rows[: group.rank()])
-    return all_BX[start : start + rows[group.rank()]].clone()
+    return all_BX[start : start + rows[group.rank()]].clone()  # RPC sends the whole storage of a view

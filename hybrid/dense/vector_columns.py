@@ -1,9 +1,9 @@
 """The layout of embedding vectors in the sparse input of a net.
 
 Most columns have one vector. A sequence (``columns.NAME.pooling = "none"``) has ``max_ids`` vectors, padded
-with zeros, then its number of ids::
+with zeros, then its number of ids. With vectors of 2 values, and a sequence of 2 ids with ``max_ids = 3``::
 
-    pooled_BE    [ user, 2 values | history, up to 3 of 2 values:  x x | x x | 0 0 | 2.0 | item, 2 values ]
+    pooled_BE    [ user: x x | history: x x | x x | 0 0 | 2.0 | item: x x ]
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from hybrid.input_spec import InputSpec
 
 
 class ColumnVector(nn.Module):
-    """Selects the vector of one column: ``vector_BD``."""
+    """Selects the vector of one column in ``pooled_BE``, and returns it as ``vector_BD``."""
 
     def __init__(self, start: int, dim: int) -> None:
         super().__init__()
@@ -31,9 +31,9 @@ class ColumnVector(nn.Module):
 
 
 class ColumnSequence(nn.Module):
-    """Selects the vectors of a sequence of up to N ids: ``(vectors_BND, is_item_BN)``.
+    """Selects the vectors of a sequence in ``pooled_BE``, and returns ``(vectors_BND, is_item_BN)``.
 
-    After the last id of a sample, vectors are zeros and ``is_item_BN`` is False. ``length`` is N.
+    N is ``max_ids``. After the last id of a sample, vectors are zeros and ``is_item_BN`` is False.
     """
 
     positions_N: Tensor
@@ -53,13 +53,13 @@ class ColumnSequence(nn.Module):
 
 
 class ColumnLayout:
-    """The layout of the columns of ``data.sparse``.
+    """The positions of the columns of ``data.sparse`` in the sparse input of a net.
 
     Args:
         config, input_spec, widths: see :func:`hybrid.dense.net_builder.build_dense_net`.
 
     Attributes:
-        widths: the width of each vector; a sequence has an element for each of its vectors.
+        widths: the width of each vector. A sequence has ``max_ids`` vectors.
     """
 
     def __init__(self, config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class ColumnLayout:
             raise ConfigError(f"columns.{name}.pooling", f"{rule}, since the net takes the column as {what}")
 
     def without_lengths(self, interaction: nn.Module) -> nn.Module:
-        """Return ``interaction``, or a wrapper that removes the lengths of sequences from its input."""
+        """Wrap ``interaction`` to remove the lengths of sequences from its input, if there are sequences."""
         if not any(self._lengths.values()):
             return interaction
         kept = [
