@@ -1,8 +1,8 @@
 """Data parallelism of the dense net: what DDP wraps, which trainers share parameters, and gradient sums.
 
-The sums over trainers are bit-identical in a resumed run. Sums by DDP would not be. DDP rebuilds its buckets
-after the first step of a process. With three or more trainers, gloo and NCCL add values in an order that
-depends on the offset in the buffer. If trainers share memory, :class:`SharedSlots` adds in rank order.
+The sums over trainers are bit-identical in a resumed run. Sums by DDP would not be: gloo and NCCL add values
+of three or more trainers in an order that depends on the offset in the bucket, and DDP changes its buckets
+after the first step of a process. If trainers share memory, :class:`SharedSlots` adds in rank order.
 Otherwise, :class:`GroupReduce` all-reduces buffers whose layout depends only on the trained parameters.
 """
 
@@ -32,12 +32,12 @@ _SEGMENT_BYTES = 25 << 20  # as DDP's buckets
 
 
 class DdpMode(StrEnum):
-    """What DDP wraps. Other parameters of a trainer may differ from those of other trainers.
+    """Which modules of a trainer DDP wraps. Only the parameters of these modules are equal on all trainers.
 
     ======= ============================================================================================
-    NONE    nothing: every trainer trains its own dense net over shared tables
-    INSIDE  only the head; each trainer has its own copy of the other stages, with different values
-    OUTSIDE all local modules, so that all trainers hold the same dense net
+    NONE    no module: every trainer trains its own dense net; all trainers use the same tables
+    INSIDE  only the head; every trainer trains its own copy of the other stages
+    OUTSIDE the whole dense net
     ======= ============================================================================================
     """
 
@@ -48,11 +48,16 @@ class DdpMode(StrEnum):
 
 @dataclass(frozen=True)
 class DensePlacement:
-    """Which trainers hold which parameters."""
+    """How the parameters of a dense net are distributed over trainers.
 
-    group: dist.ProcessGroup  # the trainers that hold the same parameters as this one; DDP reduces among them
-    tensor_size: int = 1  # how many trainers hold one net together; each of them is in a different ``group``
-    # The layouts of the parameters of which this trainer holds a shard; all others are full.
+    Attributes:
+        group: the trainers that hold the same parameters as this trainer; DDP reduces over this group.
+        tensor_size: how many trainers hold one net together, each of them in a different ``group``.
+        layouts: for each parameter of which this trainer holds only a shard, how it is split.
+    """
+
+    group: dist.ProcessGroup
+    tensor_size: int = 1
     layouts: Mapping[Tensor, Layout] = field(default_factory=dict)
 
     def convert(
@@ -62,7 +67,7 @@ class DensePlacement:
         optimizer_state: Mapping[int, Mapping[str, Any]],
         convert_tensor: Callable[[Tensor, Layout], Tensor],
     ) -> tuple[NetState, OptimizerState]:
-        """Return the states of the net and of its optimizer; convert the tensors of split parameters.
+        """Convert the states of a net and of its optimizer from shards to full tensors, or the reverse.
 
         Args:
             convert_tensor: :func:`full_tensor` to gather full tensors, or :func:`local_shard` to select this
@@ -141,7 +146,6 @@ class GroupReduce:
         self._pending.append(work)
 
     def wait(self) -> None:
-        """Wait for all segments that are being reduced."""
         for work in self._pending:
             work.wait()
         self._pending.clear()
@@ -151,9 +155,9 @@ class DdpModel:
     """The model of one trainer, wrapped in DDP as ``mode`` selects, and the gradients of a step.
 
     DDP copies the parameters of the first trainer of ``placement.group`` to the others, and fills buckets
-    with gradients. DDP reduces nothing: with several trainers, a hook sums each bucket in
-    :class:`SharedSlots`, or copies it into :class:`GroupReduce`, while the backward pass continues. The
-    gradients of a step's micro-batches are added up, and are reduced once, in the last backward pass.
+    with gradients. DDP itself does not sum them: if there are several trainers, a hook sums each bucket by
+    :class:`SharedSlots` or :class:`GroupReduce`, while the backward pass continues. The gradients of the
+    micro-batches of a step are added up, and are reduced once, in the last backward pass.
 
     Args:
         model: any module; ``INSIDE`` requires a ``HybridModel``, and wraps its head in place.
@@ -165,7 +169,7 @@ class DdpModel:
         gradients: gradients of the step by parameter, after :meth:`collect` for the last micro-batch.
 
     Raises:
-        ConfigError: the mode selects the head, which has no trainable parameters.
+        ConfigError: the mode is ``INSIDE``, and the head has no trainable parameters.
     """
 
     def __init__(
@@ -201,10 +205,10 @@ class DdpModel:
             model.stages.head = self._wrap(head)
 
     def follow_parameters(self) -> nn.Module:
-        """Return the module to call, after a script may have changed which parameters require gradients.
+        """Return the module to call, in a new DDP if a script has changed which parameters are trained.
 
-        With ``OUTSIDE``, such a change requires a new DDP, which copies the first trainer's parameters to the
-        others. All trainers must call this together. Raise RuntimeError for a change within a step.
+        A new DDP copies the first trainer's parameters to the others, so all trainers call this together.
+        Only ``OUTSIDE`` needs a new DDP. Raise RuntimeError for a change between micro-batches of a step.
         """
         trained = {p for p in self.net.parameters() if p.requires_grad}
         if self._mode is DdpMode.OUTSIDE and trained != self._wrapped:
@@ -249,8 +253,8 @@ class DdpModel:
     def sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients in a bucket over micro-batches and trainers; a communication hook of DDP.
 
-        With :class:`GroupReduce`, the sum over trainers only starts here, and the returned bucket lacks it.
-        DDP would divide by the number of trainers. The loss is already divided by the global batch size.
+        :class:`GroupReduce` only starts the sum over trainers here, so the returned bucket lacks this sum.
+        The hook does not divide by the number of trainers, since a loss is a summand of the global mean.
         """
         self._summed.update(bucket.parameters())
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -270,13 +274,14 @@ class DdpModel:
         return done
 
     def collect(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Add the gradients of a micro-batch to the gradients of the step, after the backward pass.
+        """Add the gradients of a micro-batch to the gradients of the step. Call this after the backward pass.
 
         Args:
-            gradients: gradient of each leaf of the graph; only parameters of the net are used.
+            gradients: the gradients by leaf of the graph. Only parameters of the net are added.
 
         Raises:
-            RuntimeError: at the end of a step, a parameter under DDP lacks a gradient or a sum over trainers.
+            RuntimeError: after the last micro-batch of a step, a parameter under DDP has no gradient, or its
+                gradient is not summed over the trainers.
         """
         self.gradients.clear()
         reduced: dict[Tensor, Tensor] = {}
@@ -311,7 +316,7 @@ class DdpModel:
             self._accumulated.clear()
 
     def gradient_not_finite(self) -> str | None:
-        """Return the name of the last parameter whose gradient is not finite; None if all are finite."""
+        """Return the name of the last parameter with a non-finite gradient; None if all are finite."""
         of_net = {name: self.gradients.get(p) for name, p in self.net.named_parameters()}
         bad = [name for name, grad in of_net.items() if grad is not None and not grad.isfinite().all()]
         return bad[-1] if bad else None

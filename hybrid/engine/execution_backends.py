@@ -37,7 +37,9 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def apply_backend(
     model: HybridModel, blueprint: Blueprint, devices: Sequence[torch.device]
 ) -> DensePlacement:
-    """Apply the configured backend to a model's stages; return the placement. All trainers must call this.
+    """Let the stages of a model run by the configured backend; return the placement of the parameters.
+
+    All trainers must call this together.
 
     Args:
         model: changed in place: its ``stages``, and with tensor parallelism its parameters.
@@ -79,7 +81,7 @@ def _stages(model: HybridModel) -> list[tuple[str, nn.Module]]:
 
 
 def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> StageInputs:
-    """Return random inputs of each stage, to compile or test it. As in training, some require gradients."""
+    """Return random inputs for each stage, which require gradients if they do so in training."""
     generator = torch.Generator().manual_seed(0)
 
     def make(width: int) -> Tensor:
@@ -97,10 +99,10 @@ def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> Stage
 
 
 def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> DensePlacement:
-    """Split layers over the trainers of each tensor group.
+    """Split layers over the trainers of each tensor group, and return the placement of the parameters.
 
-    A group computes all stages with parameters together, even if none is split. DDP reduces over one trainer
-    of each group, so every gradient must cover the samples of the whole group.
+    A tensor group computes all stages with parameters together, even a stage without split layers. DDP sums a
+    gradient over one trainer of each tensor group. So this gradient must cover all samples of the group.
     """
     if device.type != "cpu" and dist.get_backend() == "gloo":
         rule = "needs a GPU for each trainer, because gloo cannot gather tensors of GPUs"

@@ -23,11 +23,11 @@ AnyBatch = TypeVar("AnyBatch")
 
 
 class MicroBatch(NamedTuple, Generic[AnyBatch]):
-    """Samples of one step, and their lookup."""
+    """Samples of one step, with a ticket for their remote calls, and their lookup once it is sent."""
 
     batch: AnyBatch
     ticket: Ticket  # identifies the calls for these samples
-    lookup: "Lookup | None"  # None until Feed.with_lookup sends it
+    lookup: "Lookup | None"  # None until it is sent
     is_last: bool  # whether it is the last micro-batch of its step
 
 
@@ -61,7 +61,7 @@ class HybridModel(nn.Module):
 
     Args:
         net: the local net; this module has no other parameters.
-        remote_net: calls a net by RPC; None for no such net. It is not a module: its parameters are remote.
+        remote_net: a function that calls the remote net by RPC; None if there is no remote net.
         dtype: of parameters, inputs and outputs.
         autocast: lower precision of the local stages, or None.
         num_outputs: outputs per sample, over all tasks.
@@ -95,7 +95,7 @@ class HybridModel(nn.Module):
     def forward(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         """Return ``outputs_BO`` of a micro-batch, or ``outputs_B`` for one output per sample.
 
-        Under ``torch.no_grad``, the ticket's purpose must be to predict, as other lookups await gradients.
+        Under ``torch.no_grad``, the ticket must have ``Purpose.PREDICT``, or workers wait for gradients.
         """
         device = self.device
         self._inputs = None
@@ -124,10 +124,10 @@ class HybridModel(nn.Module):
         return outputs_BO.to(self._dtype)
 
     def repeat_backward(self) -> None:
-        """Repeat the last forward and backward pass of the local net, to raise the backward error again.
+        """Repeat the last forward and backward pass of the local net, to raise its error again.
 
-        Errors of distributed autograd do not show their location in user code. If no error occurs, the method
-        returns. A trainer with only shards of the net cannot compute alone, and does nothing.
+        Errors of distributed autograd do not show their location in user code; this error does. On a trainer
+        with only shards of the net, this method does nothing, since the trainer cannot compute alone.
         """
         if self._inputs is None or not self.is_whole:
             return
@@ -138,10 +138,10 @@ class HybridModel(nn.Module):
         torch.autograd.grad(outputs_BO.sum(), sources, allow_unused=True)
 
     def first_not_finite(self) -> str:
-        """Return a clause about the first non-finite values of the last forward pass, or an empty string.
+        """Return text about the first non-finite values of the last forward pass, or an empty string.
 
-        The clause names a non-finite input, else the first non-finite layer output and the first non-finite
-        parameter. A trainer with only shards of the net cannot compute alone, and names no layer output.
+        The text names a non-finite input, or else the first layer with a non-finite output and the first
+        non-finite parameter. A trainer with only shards of the net cannot compute alone, and names no layer.
         """
         if self._inputs is None:
             return ""

@@ -1,8 +1,8 @@
 """The initial model of a run, from another run and from files: ``train.initial``, ``tables.NAME.initial``.
 
-Except with ``positions(FILE)``, a row is found by its value in the data, such as a user ID. So the vocabulary
-of the other run may have other values, in another order. The master finds the sources, and checks that they
-fit. It executes no code of other runs. Later, workers read the rows, and trainers read the nets.
+The source of a table's initial rows is a table of another run, or a file. Each value of the data, such as a
+user ID, gets the row of the same value in the source. Only ``positions(FILE)`` copies rows by position. The
+master finds the sources, and checks that they fit. Later, workers read the rows, and trainers read the nets.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class InitialModel:
 
     Args:
         encoder_folder: path or URL of the data's encoder; None if the ids of the data are row numbers.
-        warn: receives a line about damaged checkpoints, and a line about tables that the other run lacks.
+        warn: logs a line about damaged checkpoints, and a line about tables that ``train.initial`` lacks.
 
     Attributes:
         tables: the tables of this run; ``initial`` is set for tables with a source.
         dense: the checkpoint with the dense nets; None for new nets.
-        has_dense_state: whether the checkpoint has the state of this run's type of dense optimizer.
+        has_dense_state: whether ``dense`` also has the optimizer state, for the optimizer class of this run.
         notes: lines for the console about the sources.
 
     Raises:
@@ -79,7 +79,7 @@ class InitialModel:
         """Return a line per source with, for each table, the number of values that have a row in the source.
 
         Args:
-            matches: these numbers by table; tables with ``positions(FILE)`` are ignored.
+            matches: the number of values that have a row in the source, by table.
 
         Raises:
             ConfigError: a table has values, and none of them has a row in the table's source.
@@ -98,7 +98,7 @@ class InitialModel:
         return [f"values with a row in {source}: {', '.join(each)}" for source, each in texts.items()]
 
     def _open_dense(self, run: str) -> None:
-        """Find the dense nets of the run ``train.initial``; ConfigError if they do not fit this run."""
+        """Find the dense nets of ``run``; raise ConfigError if their inputs or tasks do not fit this run."""
         stored, _ = self._open(MODEL_KEY, run)
         if stored.is_exported:
             raise ConfigError(MODEL_KEY, "is an export, which has no optimizer state; name a run", run)
@@ -153,7 +153,7 @@ class InitialModel:
         return table
 
     def _from_table(self, key: str, source: str, table: TableSpec, saved: SavedTable) -> TableSpec:
-        """Return ``table`` with initial rows from the table ``saved``; ConfigError if the two do not fit."""
+        """Return ``table`` with ``saved`` as its source; raise ConfigError if the two do not fit."""
         if saved.dim != table.dim:
             rule = f"has rows of {saved.dim} numbers for table {table.name}, which has {table.dim}"
             raise ConfigError(key, f"{rule}; set its dim as there, {_remedy(table)}", source)
@@ -179,7 +179,7 @@ class InitialModel:
         )
 
     def _warn_of_missing(self, run: str) -> None:
-        """Warn of tables that the other run lacks; also name its tables that this run does not read."""
+        """Warn of tables that ``run`` lacks. The warning also names the unused tables of ``run``."""
         missing = [each.name for each in self.tables if not (each.initial or self._section(each).initial)]
         unread = sorted(self._opened[run][1].keys() - {each.initial_table for each in self.tables})
         if missing:
@@ -191,7 +191,7 @@ class InitialModel:
         return self._config.tables.get(table.name, TableSection())
 
     def _encoding(self, key: str, table: TableSpec) -> SparseEncoding:
-        """Return the encoding of a table's column; ConfigError unless all its columns map values alike."""
+        """Return the encoding of a table's columns; raise ConfigError if they map values differently."""
         first, *others = (each for each in self._encoder.sparse if each.name in table.features)
         if {*map(_describe, others)} - {_describe(first)}:
             rule = f"is not possible: the columns of table {table.name} do not have rows by the same values"
@@ -199,7 +199,7 @@ class InitialModel:
         return first
 
     def _open(self, key: str, path: str) -> tuple[Checkpoint, dict[str, SavedTable]]:
-        """Return the checkpoint or export at ``path`` (of a run, the best checkpoint), and its tables."""
+        """Return the export at ``path``, or the best checkpoint of the run at ``path``, and its tables."""
         if path not in self._opened:
             try:
                 stored = Checkpoint.best_valid(parse_path(path), self._warn)
@@ -213,7 +213,7 @@ _NEW_NETS = "to start with new dense nets, set tables.NAME.initial instead of tr
 
 
 def other_net_error(run: str, reason: str) -> ConfigError:
-    """Return the error for a run whose dense nets do not fit this run; ``reason`` names the difference."""
+    """Return the error for dense nets of ``run`` that do not fit this run; ``reason`` is the difference."""
     rule = f"has another dense net: {reason}; keep [dense], its columns and tasks; {_NEW_NETS}"
     return ConfigError(MODEL_KEY, rule, run)
 
@@ -223,7 +223,7 @@ def _remedy(table: TableSpec) -> str:
 
 
 def _describe(encoding: SparseEncoding) -> str:
-    """Return text that names how a column maps values to rows. Rows fit only a column with an equal text."""
+    """Return how a column maps values to rows, as text. A source fits if its columns have the same text."""
     kinds = {
         "build": "values",
         "hash": f"hashes into {encoding.num_rows:,} rows",
@@ -235,7 +235,7 @@ def _describe(encoding: SparseEncoding) -> str:
 
 
 def _check_order(key: str, run: str, before: Sequence[str], now: Sequence[str]) -> None:
-    """Raise ConfigError if a name has another position: dense nets know inputs and outputs by position."""
+    """Raise ConfigError if the position of a name differs between ``before`` and ``now``."""
     for name in now:
         if name in before and before.index(name) != now.index(name):
             rule = f"has {name} at another position than {run}, whose dense nets depend on the order"

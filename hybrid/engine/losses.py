@@ -7,7 +7,7 @@
 Sums are over the global batch. The loss of a trainer is its local sum divided by the sum of all weights, so
 that the losses of the trainers add up. A task whose weights are all 0 contributes 0.
 
-The loss of a task with a ranking loss (:mod:`hybrid.engine.ranking_losses`) is a weighted mean of both.
+If a task also has a ranking loss (:mod:`.ranking_losses`), its loss is the weighted mean of the two losses.
 """
 
 from collections.abc import Callable, Mapping

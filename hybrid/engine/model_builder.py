@@ -25,12 +25,12 @@ _SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field h
 
 
 def table_specs(config: RunConfig, input_spec: InputSpec) -> tuple[TableSpec, ...]:
-    """Return one table per sparse feature, or one per section [tables.NAME] for all features that it lists.
+    """Return the tables of a run: one per section [tables.NAME], and one per other sparse feature.
 
     Raises:
         ConfigError: a section names a column that does not exist, or has the name of a column that it does
             not list; two sections list one column; a sequence has one id per sample, or no maximum length;
-            weighted ids have the pooling "max"; or a key or column contradicts the growth of a table.
+            weighted ids have the pooling "max"; or a growing table has a key or column that excludes growth.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)
@@ -84,12 +84,12 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
     )
 
 
-def _pooling(config: RunConfig, feature: FeatureSpec, of_table: Pooling) -> Pooling:
-    """Return the pooling of a feature; raise ConfigError if it does not support weighted ids."""
+def _pooling(config: RunConfig, feature: FeatureSpec, default: Pooling) -> Pooling:
+    """Return the pooling of a feature; raise ConfigError if its ids have weights and the pooling is "max"."""
     own = config.columns.get(feature.name, ColumnSection()).pooling
     if own == UNPOOLED:
-        return of_table  # which a sequence does not use
-    pooling = Pooling(own or of_table)
+        return default  # which a sequence does not use
+    pooling = Pooling(own or default)
     if feature.weighted and pooling is Pooling.MAX:
         rule = f"must be sum or mean, since the ids of column {feature.name} have weights"
         raise ConfigError(
@@ -124,7 +124,7 @@ def samples_of_lookup(config: RunConfig) -> float:
 
 
 def wire_bytes_per_value(config: RunConfig) -> int | None:
-    """Return the bytes per value of vectors and gradients in messages; None if they are not rounded."""
+    """Return the bytes per value (2) if messages round vectors and gradients to bfloat16, else None."""
     return 2 if config.embedding.wire_dtype == "bfloat16" else None
 
 
@@ -170,7 +170,6 @@ class Blueprint:
         return HybridModel(net, remote_net, self.dtype, autocast, config.num_outputs)
 
     def optimizer(self, net: nn.Module, *, is_remote: bool = False) -> torch.optim.Optimizer:
-        """Create the optimizer of a trainer's dense net, or of the remote net."""
         dense = self.config.dense
         name, options = dense.optimizer_call
         groups = self.config.dense_groups
@@ -178,7 +177,6 @@ class Blueprint:
 
 
 def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:
-    """Create the remote dense net of a run, on the worker that hosts it."""
     net = blueprint.remote_net()
     assert net is not None, "dense.remote_mlp requires a net"
     return HostedNet(net, blueprint.optimizer(net, is_remote=True), rules)

@@ -33,16 +33,16 @@ from hybrid.primitives.grouping import ranking_weights
 def pairwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss ``pairwise``: the logistic loss of pairs of samples of one group with different labels.
+    """Compute the loss ``pairwise``: the logistic loss of pairs of samples of a group with different labels.
 
     Args:
         scores: (samples,), in any order. A higher score predicts a better rank.
         labels: (samples,), in the order of ``scores``. A higher label is better.
-        groups: (samples,), equal for samples of one group; one trainer must have the whole group.
+        groups: (samples,), the number of each sample's group. A group must be on one trainer.
         weights: (samples,), not negative; None for ones.
 
     Returns:
-        Values and weights, each (samples,); the loss is the weighted mean over the samples of all trainers.
+        Values and weights of the samples, both (samples,); the loss is their weighted mean over all trainers.
     """
     ordered = _OrderedSamples.of(scores, labels, groups, weights)
     # P are all pairs of samples of a group, the front sample before the back sample.
@@ -64,12 +64,12 @@ def pairwise_loss(
 def listwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each sample, the cross-entropy between the labels and the softmax scores of its group.
+    """Compute the loss ``listwise``: the cross-entropy between labels and softmax scores in each group.
 
     Arguments and results are as in :func:`pairwise_loss`.
 
     Raises:
-        DataError: a sample that counts has a negative label.
+        DataError: a sample with a weight above 0 in the result has a negative label.
     """
     ordered = _OrderedSamples.of(scores, labels, groups, weights)
     if bool((ordered.labels_N < 0).any()):
@@ -89,13 +89,17 @@ RANKING = {"pairwise": pairwise_loss, "listwise": listwise_loss}
 
 
 class _OrderedSamples(NamedTuple):
-    """The N of B samples that count in a ranking loss, sorted by group."""
+    """The N of the B samples of a batch that count in a ranking loss, sorted by their G groups.
 
-    scores_B: Tensor  # the scores of the batch, whose device and type the results have
-    sample_weights_B: Tensor  # the weight of each sample of the batch in the loss
-    samples_N: Tensor  # their indices in the batch
-    index_N: Tensor  # the index of the group of each
-    sizes_G: Tensor  # samples in each group
+    ``samples_N`` are the indices of these samples in the batch, and ``index_N`` the indices of their groups.
+    ``weights_N`` are the weights w of the module, and ``sample_weights_B`` are the samples' fractions of W_g.
+    """
+
+    scores_B: Tensor  # whose device and type the results have
+    sample_weights_B: Tensor
+    samples_N: Tensor
+    index_N: Tensor
+    sizes_G: Tensor
     scores_N: Tensor
     labels_N: Tensor
     weights_N: Tensor
@@ -121,7 +125,7 @@ class _OrderedSamples(NamedTuple):
         return values.new_zeros(len(self.sizes_G)).index_add(0, index, values)
 
     def spread(self, values_G: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for each sample of the batch, the value of its group, and the weight of the sample."""
+        """Return values and weights of all samples of the batch. A sample has the value of its group."""
         zeros_B = values_G.new_zeros(len(self.sample_weights_B))
         values_B = zeros_B.index_copy(0, self.samples_N, values_G.index_select(0, self.index_N))
         return values_B.to(self.scores_B.device), self.sample_weights_B.to(self.scores_B)

@@ -55,7 +55,7 @@ class RetrievalLoss:
 
 
 class ItemRanking:
-    """The ranks of items among all items; ``feature`` is the index of the item column.
+    """Computes the rank of each sample's item among all items, by the scores of the net.
 
     Raises:
         ConfigError: the item column has keys of a growing table, several ids per sample, or no values.
@@ -83,7 +83,7 @@ class ItemRanking:
         return torch.cat(chunks)
 
     def _item_batches(self) -> Iterator[Batch]:
-        """Yield batches with a sample per item. In other columns, numbers are 0, and ids are 0 or absent."""
+        """Yield batches with one sample per item. All columns except the item column are 0 or empty."""
         num_dense, features = len(self._spec.dense_features), self._spec.sparse_features
         for ids_C in torch.arange(1, 1 + self.num_items).split(_CHUNK_ITEMS):
             zeros_C = torch.zeros_like(ids_C)
@@ -97,7 +97,7 @@ class ItemRanking:
             yield Batch(torch.zeros(len(ids_C), num_dense), sparse, torch.zeros(len(ids_C)), len(ids_C))
 
     def ranks_by(self, outputs_of: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Compute all item vectors; return a function that maps a batch to :meth:`ranks` of its samples."""
+        """Compute the vectors of all items; return a function that returns :meth:`ranks` of a batch."""
         items_ID = self.item_vectors(outputs_of)
         return lambda batch: self.ranks(outputs_of(batch), batch, items_ID)
 

@@ -61,10 +61,10 @@ _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or
 
 
 class GuardedModule(Protocol):
-    """A hosted module that waits for the decision about a step, or a stub of such a module."""
+    """A module on a worker, or its stub, whose updates wait until trainers decide to apply or drop them."""
 
     def squared_norm(self, step: int) -> PendingResult[float]:
-        """Return the squared norm of a step's gradients as a pending result, known once all have arrived."""
+        """Return the squared norm of a step's gradients, which is pending until all gradients arrive."""
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
@@ -73,7 +73,7 @@ class GuardedModule(Protocol):
 
 
 class Samples(Protocol):
-    """What the steps require of a batch."""
+    """The attributes and methods of a batch that :class:`StepEngine` needs."""
 
     @property
     def checksum(self) -> int:
@@ -81,7 +81,7 @@ class Samples(Protocol):
 
     @property
     def sparse_features(self) -> Any:
-        """The ids, for the ``lookup`` of :class:`Embeddings` or :class:`ModuleTables`."""
+        """The ids of the batch, as :meth:`Embeddings.lookup` or :meth:`ModuleTables.lookup` takes them."""
 
     def split(self, count: int) -> Sequence[Self]: ...
 
@@ -115,7 +115,7 @@ class StepEngine(Generic[AnySamples]):
     Args:
         group: all trainers.
         tables: sends the lookups and the gradients of tables.
-        workers: the modules with tables, by worker; their gradients count in clipping and skipping.
+        workers: the module with the tables of each worker; used to clip gradients and skip updates.
         model: the module to train; the stages of a ``HybridModel`` may be wrapped in place.
         is_single_process: whether this process holds the tables, and there are no other trainers.
 
@@ -175,7 +175,7 @@ class StepEngine(Generic[AnySamples]):
         self.begin(iter(()), 0)
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
-        """Continue with ``batches``; the first batch is for ``step``. Drop steps that were read ahead."""
+        """Continue at ``step`` with the first of ``batches``. Drop all batches that were read ahead."""
         self.step = self._first_step = step
         self._batches = batches
         # The current step until it ends, and then the steps that were read ahead.
@@ -210,11 +210,11 @@ class StepEngine(Generic[AnySamples]):
             pass
         return bool(self._inputs)
 
-    def _read_step(self, carrier: StepInput[AnySamples] | None = None) -> bool:
-        """Read a batch, and append its step; return whether there was a batch.
+    def _read_step(self, send_with: StepInput[AnySamples] | None = None) -> bool:
+        """Read a batch ahead, and, except in sync mode, prefetch its lookups; return False after the last.
 
         Args:
-            carrier: the step whose gradients carry the prefetched lookups; None sends the lookups now.
+            send_with: a step whose gradients the lookups are sent with; None sends the lookups now.
         """
         with self._clock.phase("data"):
             batch = next(self._batches, None)
@@ -230,22 +230,19 @@ class StepEngine(Generic[AnySamples]):
                 # In async mode, a lookup does not wait for the gradients of the step before.
                 version = max(self._first_step, step - 1) if self._num_ahead > 1 else step
                 prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
-                sent_with = None if carrier is None else carrier.micro_batches[index].lookup
+                carrier = None if send_with is None else send_with.micro_batches[index].lookup
                 with self._clock.phase("lookup"):
-                    lookup = self._tables.lookup(samples.sparse_features, prefetch, sent_with)
+                    lookup = self._tables.lookup(samples.sparse_features, prefetch, carrier)
             micro_batches.append(MicroBatch(samples, ticket, lookup, index == num_micro_batches - 1))
         self._inputs.append(StepInput(batch, micro_batches))
         return True
 
     def flush(self) -> None:
-        """Wait until the workers have all gradients of completed steps; raise an error if a message is lost.
-
-        The response to a prefetched lookup shows that the gradients in the same message have arrived.
-        """
+        """Wait until workers have all gradients of completed steps; raise an error if a message is lost."""
         for step in self._inputs:
             for micro in step.micro_batches:
                 if micro.lookup is not None:
-                    micro.lookup.flush()
+                    micro.lookup.flush()  # the response shows that the same message's gradients are there
         self._tables.sources.flush()
 
     @contextmanager
@@ -275,7 +272,7 @@ class StepEngine(Generic[AnySamples]):
 
         Raises:
             NonFiniteError: the loss is not finite, and ``train.non_finite`` stops the run.
-            RuntimeError: autograd fails, or :meth:`DdpModel.collect` misses a gradient of a parameter.
+            RuntimeError: autograd fails; also see :meth:`DdpModel.collect`.
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
         self._micro = None
@@ -319,8 +316,8 @@ class StepEngine(Generic[AnySamples]):
               the same scale, trainer 0 sends it       ──────►  apply the update, or drop it
 
         Raises:
-            NonFiniteError: ``train.non_finite`` stops the run, and a gradient of the dense net is not finite,
-                or, with clipping, a gradient on a worker or a loss of any trainer.
+            NonFiniteError: ``train.non_finite`` stops the run, and a gradient of the dense net is not finite.
+                With clipping, also if a gradient on a worker, or the loss of a trainer, is not finite.
         """
         squared_norm = self.model.squared_norm()
         with self._clock.span("decide"):
@@ -334,7 +331,7 @@ class StepEngine(Generic[AnySamples]):
         return scale
 
     def _common_scale(self, squared_norm: float) -> float | None:
-        """Agree with all trainers and workers on the factor; ``squared_norm`` is this trainer's summand."""
+        """Return the result of :meth:`decide`; ``squared_norm`` is from :meth:`DdpModel.squared_norm`."""
         norms = [each.squared_norm(self.step) for each in self._guarded]
         summand = squared_norm if math.isfinite(self._loss) else math.nan
         of_trainers = torch.tensor(summand, dtype=torch.float64)

@@ -19,13 +19,13 @@ def align_batches(
     """Yield the same number of batches on all trainers, with the totals of each step over all trainers.
 
     ``global_size`` becomes the number of samples of all trainers, ``total_weights`` the sum of their weights,
-    and ``event_time`` their largest event time. Batches get weights of 1 if only other trainers have weights.
+    and ``event_time`` their largest event time. If another trainer has weights, missing weights become 1.
 
     Args:
-        empty: the batch for the steps of a trainer that has no further batches, while others have.
+        empty: the batch that a trainer without further batches yields while other trainers have batches.
         group: all trainers, each of which must iterate.
         num_tasks: number of columns of the weights.
-        until: event time that ends the iteration, after the first step that reaches it.
+        until: the iteration ends after the first step whose event time is at least ``until``.
     """
     remaining = iter(batches)
     while True:
