@@ -32,7 +32,7 @@ _MAX_LOOKUP_THREADS = 4
 
 
 class Update(Protocol):
-    """Merged gradients that are applied together. If a method raises an error, the barrier fails."""
+    """Merged gradients that are applied together. An error of a method makes the barrier fail."""
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients."""
@@ -58,8 +58,8 @@ class UpdateBarrier(Generic[Contribution]):
         merge: returns the update of a step from the contributions, sorted by trainer, step and lookup. The
             same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
-        prepare_step: prepares the update of the next step, whose number it gets; called after an update and
-            the lookups that waited for it.
+        prepare_step: prepares the update of a step, given its number; called once the update of the step
+            before, and the lookups that waited for that update, are done.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> Future[Result]:
         """Return a future of ``work``, which runs once the updates that the ticket requires are applied.
 
-        If they are applied already, this call runs ``work``. If a prefetch with the same ``ticket.key`` still
-        waits, its batch was replaced, and its future fails with ClusterError. If the barrier has failed, the
-        future fails with the barrier's error.
+        If these updates are applied already, this call runs ``work``. Otherwise, a prefetch replaces an
+        earlier one with the same ``ticket.key``, whose future then fails with ClusterError. If the barrier
+        has failed, the future fails with the barrier's error.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -127,13 +127,13 @@ class UpdateBarrier(Generic[Contribution]):
         """Add a trainer's gradients of one lookup.
 
         Args:
-            should_update_here: whether the calling thread applies an update that these gradients complete,
-                which for a small update costs less than waking the updater thread. Ignored if the rules have
-                an update guard.
+            should_update_here: whether the calling thread applies an update that these gradients complete.
+                For a small update, this is faster than waking the updater thread. The updater thread always
+                applies updates that wait for a decision of the trainers.
 
         Raises:
             ClusterError: the trainer has already sent these gradients.
-            DataError: the trainer has read another batch than the others. The barrier then fails.
+            DataError: the trainer has read another batch than a different trainer. The barrier then fails.
             Exception: the error with which the barrier has failed.
         """
         try:
@@ -152,7 +152,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._run_update(*update)
 
     def squared_norm(self, step: int) -> Future[float]:
-        """Return a future of the squared norm of a step's gradients, if ``rules.has_update_guard``."""
+        """Return a future of the squared norm of a step's gradients. The rules must clip or skip updates."""
         future: Future[Any] = Future()
         with self._changed:
             self._norm_step = max(self._norm_step, step)
@@ -174,7 +174,7 @@ class UpdateBarrier(Generic[Contribution]):
     def set_num_lookups(self, trainer: int, step: int, number: int) -> None:
         """Set the number of a trainer's lookups with gradients in a step; one per micro-batch by default.
 
-        Call this before the gradients of as many lookups as set so far have arrived: they begin the update.
+        Gradients for this number of lookups complete the step, so set a new number before they have arrived.
         """
         with self._changed:
             self._ledger.set_num_lookups(trainer, step, number)
@@ -196,7 +196,7 @@ class UpdateBarrier(Generic[Contribution]):
                 raise ClusterError("gradients are not applied yet (cluster.timeout_seconds)")
 
     def restart(self, version: int) -> None:
-        """Continue after ``version`` updates, once a checkpoint is loaded. Waiting lookups fail.
+        """Set the number of applied updates to ``version``, of a loaded checkpoint. Waiting lookups fail.
 
         Call :meth:`drain` first.
         """
@@ -229,11 +229,11 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
-        """Apply an update, then run the lookups that waited for it; other threads may run large ones."""
+        """Apply or drop an update, then run the lookups that waited for it, large ones in other threads."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)
-            scale = self._decision(step, update) if self._rules.has_update_guard else 1.0
+            scale = self._wait_for_scale(step, update) if self._rules.has_update_guard else 1.0
             if scale is not None:
                 with self._clock.span("apply", step):
                     update.apply(scale)
@@ -254,7 +254,7 @@ class UpdateBarrier(Generic[Contribution]):
         except Exception as error:
             self._fail(error)
 
-    def _decision(self, step: int, update: Update) -> float | None:
+    def _wait_for_scale(self, step: int, update: Update) -> float | None:
         """Send the squared norm to the trainers; return their factor for the gradients, None to drop them."""
         norm = update.squared_norm()
         with self._changed:
@@ -283,9 +283,9 @@ class UpdateBarrier(Generic[Contribution]):
             raise ClusterError("the worker is stopping")
 
     def _wait_until(self, condition: Callable[[], bool], timeouts: int | None = 1) -> bool:
-        """Wait for a condition, at most ``timeouts`` times the timeout; return whether it holds.
+        """Wait for a condition, and return whether it holds. Raise the error of a barrier that has failed.
 
-        Raise the error with which the barrier has failed.
+        Wait for at most ``timeouts`` times ``cluster.timeout_seconds``; without a limit if it is None.
         """
         seconds = None if timeouts is None else timeouts * self._rules.timeout_seconds
         is_over = self._changed.wait_for(lambda: self._failure or condition(), seconds)
@@ -302,7 +302,7 @@ class UpdateBarrier(Generic[Contribution]):
             lookup.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
-        """Raise ``error`` in all pending and later calls, unless the barrier has already failed."""
+        """Let all pending and later calls fail with ``error``, unless the barrier has already failed."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()

@@ -30,7 +30,7 @@ class HostedModule(nn.Module):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Future[Result]:
-        """Call a method of the update barrier; return its result as a future, like a stub of the module."""
+        """Call a method of the update barrier; return its result in a future, as a remote call does."""
         response: Future[Result] = Future()
         response.set_result(method(self.barrier, *args))
         return response
@@ -51,14 +51,14 @@ class HostedModule(nn.Module):
 
         Args:
             is_copied: whether to copy the tensors, so that training can continue before they are written.
-            is_delta: whether to keep a delta instead: copies of a table's changed rows, or of a net.
+            is_delta: whether to keep a delta instead: copies of changed rows, or of the parameters of a net.
         """
         self.barrier.drain()
         self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written
         self._checkpoint_tensors = self._files(is_copied, is_delta)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write and free the tensors of :meth:`begin_save`; CheckpointError if a file cannot be written."""
+        """Write and free the tensors of :meth:`begin_save`; return the files. CheckpointError on failure."""
         tensors_of_file = dict(self._checkpoint_tensors)
         self._checkpoint_tensors = {}
         files: Files = {}

@@ -22,10 +22,10 @@ Contribution = TypeVar("Contribution")
 
 @dataclass(slots=True)
 class _Entry(Generic[Contribution]):
-    """The gradients of one trainer for one step."""
+    """The gradients of one trainer for one step, by index of the lookup, and when the last arrived."""
 
-    arrived_at: float  # of the last contribution
-    contributions: dict[int, Contribution] = field(default_factory=dict)  # by index of the lookup
+    arrived_at: float
+    contributions: dict[int, Contribution] = field(default_factory=dict)
 
 
 class Ledger(Generic[Contribution]):
@@ -57,7 +57,7 @@ class Ledger(Generic[Contribution]):
         return not (self._entries or self._updating)
 
     def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
-        """Add a trainer's gradients of one lookup; errors as in :meth:`UpdateBarrier.contribute`."""
+        """Add a trainer's gradients of one lookup; for errors see :meth:`UpdateBarrier.contribute`."""
         trainer = ticket.trainer
         key = (ticket.step, ticket.trainer)
         if ticket.checksum:
@@ -97,7 +97,6 @@ class Ledger(Generic[Contribution]):
         return keys[0][0], [each[index] for each in by_index for index in sorted(each)]
 
     def end_update(self) -> None:
-        """End the running update, which was applied or dropped."""
         for step, trainer in self._updating:
             self._num_lookups.pop((step, trainer), None)
             self._first_unapplied[trainer] = step + 1
@@ -107,10 +106,10 @@ class Ledger(Generic[Contribution]):
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until missing gradients of step ``version`` are a ClusterError, or raise it.
+        """Return the seconds until the timeout for missing gradients of step ``version``.
 
         The timeout begins when the first trainer has sent all gradients of the step. Return None before that,
-        and always in async mode.
+        and always in async mode. Raise ClusterError after the timeout.
         """
         if self._rules.mode is UpdateMode.ASYNC:
             return None
@@ -127,7 +126,7 @@ class Ledger(Generic[Contribution]):
         return left
 
     def _next_entries(self) -> list[tuple[int, int]]:
-        """Return step and trainer of each entry of the next update; empty if gradients are missing."""
+        """Return (step, trainer) for all gradients of the next update; empty if gradients are missing."""
         if self._rules.mode is UpdateMode.ASYNC:
             keys = []
             for trainer, first in enumerate(self._first_unapplied):

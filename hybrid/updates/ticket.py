@@ -14,7 +14,7 @@ DIFFERENT_BATCHES = (
 
 
 class Purpose(StrEnum):
-    """The purpose of a lookup, and how its gradients are sent."""
+    """The purpose of a lookup: to predict, to train, or to train with rows that are requested ahead."""
 
     PREDICT = "predict"  # no gradients follow
     TRAIN = "train"  # the backward pass brings the gradients
@@ -31,7 +31,7 @@ class LookupKey(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """The identity of a lookup, and the number of updates that must precede it."""
+    """The identity of a lookup, the updates that must precede it, and a checksum of its global batch."""
 
     trainer: int
     step: int  # the step that uses the rows; its update applies the gradients
@@ -47,7 +47,7 @@ class Ticket(NamedTuple):
 
     @property
     def key(self) -> LookupKey:
-        """The identity of the lookup. If the batch of a step is replaced, the new lookup has the same key."""
+        """The identity of the lookup. A lookup for a new batch of the same step has the same key."""
         return LookupKey(self.trainer, self.step, self.lookup_index, self.purpose)
 
     @property
@@ -57,6 +57,5 @@ class Ticket(NamedTuple):
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
-        """Return the ticket with these plain values."""
         trainer, step, version, lookup_index, purpose, checksum = plain
         return cls(trainer, step, version, lookup_index, Purpose(purpose), checksum)

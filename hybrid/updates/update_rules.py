@@ -47,7 +47,6 @@ class Schedule:
 
         Raises:
             ConfigError: the schedule ends before the run, or its warm-up is not shorter than the schedule.
-                The kinds constant and step have no end, so they raise no error.
         """
         end = section.steps or run_steps
         check_schedule(section, end)
@@ -116,5 +115,5 @@ class UpdateRules:
 
     @property
     def has_update_guard(self) -> bool:
-        """Whether trainers decide if a step is applied, and with which scale (``engine/step_engine.py``)."""
+        """Whether each update waits until trainers decide to scale or skip it (``engine/step_engine.py``)."""
         return self.clip_norm is not None or not self.check_finite
