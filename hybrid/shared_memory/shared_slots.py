@@ -7,9 +7,9 @@
     rank 1   write its slot, signal all ─┘
 
 Each trainer has two slots, and uses them alternately. A trainer signals sum n + 1 only after it has read all
-slots of sum n. After these signals, all slots of sum n may be overwritten. Each sum thus needs one signal in
-each direction, and no lock. A signal is a byte on a Unix socket. The socket also reports the end of a
-process. The memory has no name, and the kernel frees it when the last process closes it.
+slots of sum n. So once all signals of sum n + 1 have arrived, sum n + 2 may overwrite the slots of sum n. A
+sum thus needs one signal in each direction, and no lock. A signal is a byte on a Unix socket. The socket also
+reports the end of a process. The memory has no name. The kernel frees it when the last process closes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedSlots:
     Args:
         members: the trainers, by rank in their process group.
         peers: a connected socket for every other rank.
-        memory: the slots of each rank, this trainer's included.
+        memory: the memory with both slots of each rank, this trainer's included.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``; all of them call this. Return None if they cannot share memory.
 
-        They can if there are 2 to ``MAX_MEMBERS``, all set ``may_share``, and all have one ``host_id()``.
+        2 to ``MAX_MEMBERS`` trainers share memory if all have the same ``host_id()``, and set ``may_share``.
 
         Args:
             group: a process group whose backend supports CPU tensors.

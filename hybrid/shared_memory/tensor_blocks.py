@@ -11,7 +11,7 @@
 
 The bytes are copied once, instead of encrypted, sent, received and decrypted. The memory has no name: its
 descriptor is sent over a Unix socket, and the kernel frees the memory when the last process closes it. Each
-block starts at the lowest free position, because the kernel allocates every page that was ever written.
+block starts at the lowest free position, because pages that were ever written stay allocated.
 """
 
 import fcntl
@@ -55,7 +55,7 @@ def host_id() -> str:
 
 
 class BlockWriter:
-    """Memory into which this end copies tensors. One thread at a time may write, and any thread may free."""
+    """Memory into which this process copies tensors. One thread at a time may write; any thread may free."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -81,12 +81,12 @@ class BlockWriter:
         return start
 
     def free(self, starts: Iterable[int]) -> None:
-        """Free the blocks at ``starts``, which the other end has released."""
+        """Free the blocks at ``starts``, which the other process has released."""
         self._released.extend(starts)
 
 
 class BlockReader:
-    """Memory into which the other end copies tensors. Any thread may call the methods."""
+    """Memory into which the other process copies tensors. Any thread may call the methods."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -145,8 +145,7 @@ def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
     """Map the first ``num_bytes`` of memory from :func:`create_memory` of any process; 0 for all of it.
 
     Raises:
-        ValueError: the memory is smaller, or its size is not sealed. Its owner could then truncate it, and an
-            access would raise SIGBUS.
+        ValueError: the memory is smaller, or is not sealed, so that a process could truncate it.
         OSError: the descriptor does not refer to memory.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -173,7 +172,7 @@ def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> 
 
 
 def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]:
-    """Return tensors that use ``memory`` from byte ``start`` in place, and keep it alive.
+    """Return tensors that share the bytes of ``memory`` from ``start`` on, and keep ``memory`` alive.
 
     Raises:
         ValueError: a tensor is not within the memory.
