@@ -43,7 +43,7 @@ class HostedNet(HostedModule):
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
 
     def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
-        """Return a future of :meth:`forward`, which runs once the updates for ``ticket`` are applied."""
+        """Return a future of :meth:`forward`, which runs after the updates that ``ticket`` requires."""
         return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, hidden_BH))
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:

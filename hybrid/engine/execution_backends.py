@@ -37,7 +37,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def apply_backend(
     model: HybridModel, blueprint: Blueprint, devices: Sequence[torch.device]
 ) -> DensePlacement:
-    """Let the stages of a model run by the configured backend; return the placement of the parameters.
+    """Let the configured backend compute the stages of a model; return the placement of the parameters.
 
     All trainers must call this together.
 

@@ -38,7 +38,7 @@ class InitialModel:
     Attributes:
         tables: the tables of this run; ``initial`` is set for tables with a source.
         dense: the checkpoint with the dense nets; None for new nets.
-        has_dense_state: whether ``dense`` also has the optimizer state, for the optimizer class of this run.
+        has_dense_state: whether ``dense`` also has optimizer state that fits the dense optimizer of this run.
         notes: lines for the console about the sources.
 
     Raises:

@@ -331,7 +331,7 @@ class StepEngine(Generic[AnySamples]):
         return scale
 
     def _common_scale(self, squared_norm: float) -> float | None:
-        """Return the result of :meth:`decide`; ``squared_norm`` is from :meth:`DdpModel.squared_norm`."""
+        """Return the factor of :meth:`decide`, computed from the norms of all trainers and workers."""
         norms = [each.squared_norm(self.step) for each in self._guarded]
         summand = squared_norm if math.isfinite(self._loss) else math.nan
         of_trainers = torch.tensor(summand, dtype=torch.float64)
