@@ -317,7 +317,7 @@ class StepEngine(Generic[AnySamples]):
 
         Raises:
             NonFiniteError: ``train.non_finite`` stops the run, and a gradient of the dense net is not finite.
-                With clipping, also if a gradient on a worker, or the loss of a trainer, is not finite.
+                With clipping, also if a gradient on a worker is not finite.
         """
         squared_norm = self.model.squared_norm()
         with self._clock.span("decide"):
