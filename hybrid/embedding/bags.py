@@ -14,7 +14,7 @@ _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 
 
 class Bags(NamedTuple):
-    """Bags of ids to look up in one weight matrix."""
+    """Bags of ids to look up in one weight matrix. Without ``offsets``, each id is a bag."""
 
     ids_L: Tensor  # rows of the matrix, int32 or int64; for a growing table, keys
     # Where each bag starts, of shape (bags + 1) and the type of the ids; None for one id per bag.
@@ -45,7 +45,7 @@ MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 def has_marks(items: Sequence[Item]) -> bool:
     """Return whether the last request is :data:`MARKS`.
 
-    The gradients of such a lookup end with a number for each bag and table. Those with 0 are not updated.
+    The gradients of such a lookup can end with a mark for each bag and table: 0 if the update leaves it out.
     """
     return bool(items) and items[-1][0] == MARKS[0]
 

@@ -119,7 +119,7 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
 
 
 def saved_table(table: TableSpec) -> SavedTable:
-    """Open ``initial_table`` in the checkpoint or export ``initial``; errors as :func:`read_initial_rows`."""
+    """Open ``table.initial_table`` of the folder ``table.initial``; errors as :func:`read_initial_rows`."""
     from hybrid.embedding import saved_tables
 
     return saved_tables.open_tables(parse_path(table.initial))[table.initial_table]
@@ -183,7 +183,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Return, for each hash in ``keys_B``, the row of shard ``index`` whose text has the hash; -1 if none."""
+    """Return, for each hash, the row in shard ``index`` of the text with this hash; -1 if there is none."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

@@ -54,7 +54,7 @@ def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Calla
     """Prefetch the cache lines of a row in a contiguous matrix.
 
     A row beyond the matrix does no harm, since the processor ignores invalid addresses. Kernels must call
-    this intrinsic directly: a function around it, even if inlined, would count references for each row.
+    this intrinsic directly: a wrapper, even if inlined, would make numba count references for each row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -269,11 +269,11 @@ def sum_rows(
     """Sum the gradients of each distinct id over its bags. Write the sums, or add them to a table.
 
     Args:
-        starts_V: where the bags of each distinct id start in ``sources_L``; a slice sums only some ids.
+        starts_V: where the bags of each distinct id start in ``sources_L``; pass a slice for some ids only.
         sources_L: the bag of each id, in the order of the sorted ids.
         out_UD: receives the sums; not used if ``table_RD`` is given.
         weights_L: factor of the gradient of each id, in the order of the sorted ids; None for ones.
-        rows_U: the distinct ids; needed for a table, and for max pooling.
+        rows_U: the distinct ids; needed only with ``table_RD`` or ``winners_BD``.
         winners_BD: for max pooling, the row of each maximum. A row gets only those columns of a gradient in
             which the row has the maximum. None for other pooling.
         table_RD: if given, ``table_RD[rows_U] += rate * (scale * sums)`` is computed in the same pass.
@@ -342,8 +342,8 @@ def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Wo
     """Compute ``table_RD[rows_U] = part_UD`` in bfloat16, with stochastic rounding.
 
     Each value is rounded up or down at random, so that the expected result is the value. Values that bfloat16
-    can represent stay, as do infinity and NaN. A finite value stays finite, unless it is a float64 beyond the
-    range of float32, which becomes infinity.
+    can represent do not change, nor do infinity and NaN. A finite value stays finite, unless it is a float64
+    beyond the range of float32, which becomes infinity.
 
     Args:
         seeds_U: for each row, the state of a SplitMix64 generator of random numbers.

@@ -170,7 +170,7 @@ def bag_sizes(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Poo
     """Return, for each kind of pooling, the mean number of ids per bag of each feature with this pooling.
 
     Args:
-        ids_per_sample: mean number of ids of each multi-hot feature. Features without a mean are not pooled.
+        ids_per_sample: mean number of ids by multi-hot feature. Other features and sequences are left out.
     """
     means: dict[Pooling, list[float]] = defaultdict(list)
     for name in table.features:
@@ -252,8 +252,8 @@ def place(
     workers if it grows, or if its bytes exceed the mean per worker and are at least ``MIN_SPLIT_BYTES``.
 
     Args:
-        ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.
-        samples, wire_bytes_per_value: of a trainer's lookup; see :func:`should_trainers_pool`.
+        ids_per_sample: mean number of ids of each multi-hot feature. Other features count as one id.
+        samples, wire_bytes_per_value: see :func:`should_trainers_pool`.
 
     Raises:
         ConfigError: a table names a worker that does not exist.

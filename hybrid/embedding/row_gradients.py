@@ -101,7 +101,7 @@ class RowGradients:
         )
 
     def select(self, rows_U: Tensor) -> RowGradients:
-        """Return a copy with ``rows_U`` as new row numbers. The copy lacks the rows with negative numbers."""
+        """Return a copy with the new row numbers ``rows_U``. Rows with a negative new number are left out."""
         selected = copy(self)
         is_kept_U = rows_U >= 0
         selected.rows_U = rows_U[is_kept_U]

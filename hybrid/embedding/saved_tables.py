@@ -55,7 +55,7 @@ class SavedTable:
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
-        """Yield all rows in blocks, with optimizer state if it is stored; ``encodings`` must not be empty.
+        """Yield all rows in blocks, with any stored optimizer state. ``encodings`` must not be empty.
 
         Args:
             bounds: for a column that divides numbers into ranges, the bounds in the new model. Each new
@@ -87,7 +87,7 @@ class SavedTable:
                         yield SavedRows(keys, _offset_reader(read, first))
                         first += len(keys)
         elif bounds is not None and bounds != encoding.bounds:
-            rows = _matching_buckets(np.array(encoding.bounds), np.array(bounds))
+            rows = _match_ranges(np.array(encoding.bounds), np.array(bounds))
             yield SavedRows(np.arange(len(rows)), lambda index: read(rows[index]))
         else:
             for start in range(0, self.num_rows, _BLOCK_ROWS):
@@ -103,9 +103,9 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
     return lambda index: read(index + first)
 
 
-def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the stored row for each new row, given the bounds of the ``stored`` and ``wanted`` ranges."""
-    middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
+def _match_ranges(stored: npt.NDArray[Any], new: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the stored row for each new row, given the bounds of the stored and of the new ranges."""
+    middles = np.concatenate([[-np.inf], (new[:-1] + new[1:]) / 2, [np.inf]])[: 1 + len(new)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 
 
@@ -135,7 +135,7 @@ def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
 
 
 def parquet_blocks(source: str, table: str, dim: int) -> Iterator[SavedRows]:
-    """Yield the rows of a Parquet file in blocks, for a table of width ``dim``. Values may occur repeatedly.
+    """Yield the rows of a Parquet file in blocks, for a table of width ``dim``. Values can repeat.
 
     Raises:
         DataError: the columns are not values and vectors, or a vector has a wrong width or is not finite.
@@ -161,7 +161,7 @@ def parquet_blocks(source: str, table: str, dim: int) -> Iterator[SavedRows]:
 
 
 def _vectors(source: str, table: str, dim: int, first: int, vectors: Any) -> npt.NDArray[np.float64]:
-    """Return a column of vectors as (B, dim), or raise DataError. Errors count rows from ``first``."""
+    """Return a column of vectors as (B, dim), or raise DataError. The column starts at row ``first``."""
     kind = vectors.type.value_type if is_list(vectors) else vectors.type
     if not is_list(vectors) or not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         raise DataError(f"{source}: its second column holds {vectors.type}, not lists of numbers")

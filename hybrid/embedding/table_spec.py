@@ -66,7 +66,7 @@ class Growth:
     """The rules for adding and evicting rows of a growing table (see ``growing_group.py``).
 
     Args:
-        admit_after: number of steps that read an id before it gets a row.
+        admit_after: an id gets a row when this number of steps have read the id.
         max_rows: the largest number of rows, at least 8,192; 0 for no limit.
         evict_after: number of steps without a lookup after which an id loses its row; 0 for never.
         half_life: interval in steps at which the counts for ``admit_after`` are halved.
@@ -136,7 +136,7 @@ class TableSpec:
 
     @property
     def address_key(self) -> AddressKey:
-        """Key of the table's ``AddressSpace``: equal for tables of one width; unique for a growing table."""
+        """Key of the table's ``AddressSpace``: the table's width, and for a growing table also the name."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:

@@ -79,8 +79,8 @@ class Embeddings:
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            carrier: a prefetched lookup of an earlier step. The messages with its gradients then also
-                carry the requests of this lookup. None sends the requests now.
+            carrier: a prefetched lookup of an earlier step, whose gradients are sent in the same messages
+                as the requests of this lookup. None sends the requests now.
 
         Raises:
             DataError: an id is not a row of its table, or offsets or weights do not match the ids.
@@ -186,7 +186,7 @@ def make_routes(
 
     Row features share a route if they have the same width. Bag features share a route if they have the same
     width and pooling, and if all or none of them have weights. If workers pool, the tables of one route must
-    also be in the same :class:`ShardGroup` objects. Features of a growing table share routes with no others.
+    also be in the same :class:`ShardGroup` objects. A growing table shares no route with other tables.
 
     Args:
         row_features: indices of the features that are not pooled: one id per sample, and sequences.

@@ -71,8 +71,8 @@ class Lookup:
 
     Attributes:
         is_prefetched: whether :meth:`send_gradients` sends the gradients, instead of distributed autograd.
-        ranks_BF: on a GPU, the index of the row in the first output for each sample and feature. None if the
-            first output already has one vector per sample and feature.
+        ranks_BF: on a GPU, for each sample and feature, the index of the feature's row in the first output.
+            None if the first output already has one vector per sample and feature.
     """
 
     def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, sources: TableSources) -> None:
@@ -137,7 +137,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Convert ``tensors`` to the outputs: the vectors of all workers, then zeros, which are ignored."""
+        """Convert the vectors of all workers to the outputs; ignore the zeros at the end of ``tensors``."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)
@@ -153,7 +153,7 @@ class Lookup:
         return {w: [by_slot[w, i] for i in range(len(items))] for w, items in self._items.items()}
 
     def response_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> list[Tensor | None]:
-        """Return the gradients of all received tensors: the vectors (None for int16), then the zeros."""
+        """Return a gradient for each received tensor: for vectors (None if int16), then for the zeros."""
         grads = list(zip(chain.from_iterable(by_worker.values()), self._is_bits, strict=False))
         of_items = [None if is_bits else grad for grad, is_bits in grads]
         return of_items + [grad for grad, is_bits in grads if is_bits]

@@ -61,7 +61,7 @@ class AddressSpace:
 
     Each ``ShardGroup`` with one of these tables has a segment of the address range. So one sort finds the
     distinct rows of all tables and workers. A growing table has a separate address space: the addresses are
-    its keys, and each shard has a segment of the keys. A table may occur several times in ``locations``.
+    its keys, and each shard has a segment of the keys. ``locations`` may repeat a table.
     """
 
     def __init__(self, locations: Locations) -> None:
@@ -147,7 +147,7 @@ class RowAssembler(NamedTuple):
         return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of the responses, summed over equal ids; ``grad_BFD`` may also be (L, D)."""
+        """Return the gradients of the responses, summed over equal ids. ``grad_BFD`` can also be (L, D)."""
         single_ids = Bags(torch.from_numpy(self.order_L))  # without offsets, each id is a bag
         return self.gradients_of_bags(single_ids, grad_BFD.flatten(0, -2))
 
@@ -240,7 +240,7 @@ class _SequenceAssembler(NamedTuple):
 
 
 class BagRoute:
-    """The route of features that workers pool. Their tables are in the same :class:`ShardGroup` objects."""
+    """The route of features that workers pool. All tables are in the same :class:`ShardGroup` objects."""
 
     def __init__(
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool

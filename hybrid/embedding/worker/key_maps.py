@@ -10,7 +10,7 @@ linear probing, whose slots hold::
 
 A **record** counts the steps that have read a key: ``count << 32 | step``, where ``step`` is the last such
 step. The records of keys with rows are in an array by row. Counts are halved at each multiple of the
-half-life. A count is halved only when it is used: the record's step and the current step show how often.
+half-life. A record is not rewritten then: ``_count`` applies the halvings since the record's step.
 
 If bucket b has 2**c slots, they start at slot ``(1024 + b) << c`` of one reserved address range. So a bucket
 can grow to twice its size without moving another bucket. The system provides memory for written pages only.
@@ -394,7 +394,7 @@ class KeyMap:
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
-        """Add new pairs (key, record): ``records_R2`` get rows from ``end`` on, ``pending_P2`` none."""
+        """Add new keys with their records. The keys of ``records_R2`` get the rows from ``end`` on."""
         first, stop = self.end, self.end + len(records_R2)
         self._require_memory(stop)
         self.num_rows_N += self._add(records_R2[:, 0], 1 + np.arange(first, stop))

@@ -172,7 +172,7 @@ class Adagrad(RowOptimizer):
 
 
 class RowwiseAdagrad(RowOptimizer):
-    """Adagrad with one sum for each row: of the mean squares of the row's gradients."""
+    """Adagrad with one value of state per row: the sum of the mean squares of the row's gradients."""
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         grad_UD = self._with_decay(grad_UD, weight_UD)

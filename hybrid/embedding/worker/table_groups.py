@@ -121,7 +121,7 @@ class TableGroup:
         return matches
 
     def shard_tensors(self, shard: Shard, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return views of a shard's rows ("weight") and state, from the group or its copy ``tensors``."""
+        """Return views of a shard's rows ("weight") and state in ``tensors``, or by default in the group."""
         start = self.group.starts[self.group.shards.index(shard)]
         of_group = self._tensors if tensors is None else tensors
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
@@ -253,7 +253,7 @@ class TableGroup:
         return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
     def blocks_without(self, idle: Collection[str]) -> Iterator[tuple[int, int]]:
-        """Split all rows into blocks, except the rows of the tables whose names are in ``idle``."""
+        """Split the rows like :meth:`blocks`, but leave out the rows of the tables named in ``idle``."""
         if not idle:
             return self.blocks(len(self.weight_RD))
         starts = [(each, start) for each, start in self.group.shard_starts if each.table.name not in idle]
@@ -267,7 +267,7 @@ class TableGroup:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """The merged gradients of a step for all tables of a worker."""
+    """The update of a step to all tables of a worker. The tables named in ``idle`` stay unchanged."""
 
     gradients: Sequence[tuple[TableGroup, RowGradients]]  # each updated group, and the gradients of its rows
     step: int

@@ -117,17 +117,17 @@ class TableShards(HostedModule, TableSource):
         return pooled, recorded
 
     def _as_stored(self, vectors_BD: Tensor) -> Tensor:
-        """Return vectors in a type that loses no bits; rows in bfloat16 are viewed as int16.
+        """Return vectors unrounded: rows in bfloat16 as int16, or as float64 if ``dtype`` is float64.
 
-        For int16, trainers send gradients unrounded; for bfloat16, they would round the gradients. Trainers
-        widen int16 only to float32. So if ``dtype`` is float64, rows in bfloat16 are converted to float64.
+        For bfloat16, trainers would round the gradients to bfloat16. For int16, trainers send the gradients
+        unrounded, but widen the rows only to float32.
         """
         if vectors_BD.dtype is self._dtype:
             return vectors_BD
         return vectors_BD.to(self._dtype) if self._dtype is torch.float64 else vectors_BD.view(torch.int16)
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
-        """Return zeros in the shape of the marks: one for each bag of ``items``, then one for each table."""
+        """Return zeros in the shape of marks: for each bag of ``items``, then for each table of the run."""
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
@@ -184,7 +184,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, (with_grads, idle), should_update_here=should_update_here)
 
     def _select_used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return the bags that the loss uses (of a pooled item, all or none), and unused tables."""
+        """Return the items without unused bags, and the names of unused tables; ``is_used`` has the marks."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []
