@@ -46,7 +46,7 @@ _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, h
 
 
 class RequestedRun(NamedTuple):
-    """The run that ``hybrid launch`` or ``hybrid master`` trains, unless the run has already finished."""
+    """The run that ``hybrid launch`` or ``hybrid master`` trains, or a finished run with ``end_message``."""
 
     config: RunConfig
     folder: StoragePath
@@ -157,7 +157,7 @@ def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
 
 @contextmanager
 def _json_output(is_json: bool) -> Iterator[dict[str, Any]]:
-    """Yield a dictionary. If ``is_json``, print it as JSON at the end; all other output goes to stderr."""
+    """Yield a dictionary. If ``is_json``, print it as JSON at the end, and send other output to stderr."""
     result: dict[str, Any] = {}
     if not is_json:
         yield result
@@ -303,7 +303,7 @@ def _master_address(options: argparse.Namespace) -> MasterAddress:
 
 
 def trainer_command(options: argparse.Namespace) -> None:
-    """Run a trainer or (as ``worker_command``) a worker; exit with the exit code of the cluster."""
+    """Run a trainer or worker, as ``options.command`` selects; exit with the exit code of the cluster."""
     end_with_scheduler()
     kind = RoleKind(options.command)
     if options.index is None:
@@ -445,7 +445,7 @@ def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
 
 
 def index_of(environment: Mapping[str, str], kind: RoleKind) -> int:
-    """Return the index of a role's pod in an indexed job of Kubernetes; ConfigError if there is none."""
+    """Return the index that Kubernetes gives the pod of a role; ConfigError outside an indexed job."""
     if _INDEX not in environment:
         rule = f"must be given: the index of the {kind}, from 0 (Kubernetes sets {_INDEX} in indexed jobs)"
         raise ConfigError("--index", rule)
@@ -467,6 +467,6 @@ def master_host(environment: Mapping[str, str]) -> str:
 
 
 def end_with_scheduler() -> None:
-    """Under torchrun or srun, end this process together with its parent, so that no role outlives its run."""
+    """Under torchrun or srun, make the system kill this process when its parent process ends."""
     if TORCHRUN in os.environ or SLURM_STEP in os.environ:
         end_with_parent(os.getppid())

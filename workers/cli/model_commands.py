@@ -173,11 +173,11 @@ def predict(
 
 
 def _standard_input(
-    trained: TrainedRun, passthrough: Sequence[tuple[str, str]], item: str, *, at_once: bool
+    trained: TrainedRun, passthrough: Sequence[tuple[str, str]], optional_column: str, *, at_once: bool
 ) -> SourceRows:
     """Return the rows of standard input; if ``at_once``, in blocks of the rows that have arrived so far."""
     text = read_descriptor(0, BLOCK_BYTES, at_once=at_once)
-    rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=item)
+    rows = SourceRows(trained, (STDIN,), passthrough, text=text, optional=optional_column)
     if os.isatty(0):
         names = ", ".join(rows.layout.required)
         header = "" if rows.layout.data.columns else ", after a line with their names"
@@ -266,8 +266,8 @@ def export_run(
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
         formats: one or more of "program", "onnx", "tables" and "items".
-        dtype: data type of the tables; None for the data type of their rows. For a narrower type than the
-            run's, the metrics before and after are printed, or why they cannot be measured.
+        dtype: data type of the exported tables; None for the run's data type. If ``dtype`` is narrower, the
+            metrics before and after the conversion are printed, or the reason why they are unknown.
         trust_code, module: see :func:`predict`.
 
     Raises:
@@ -296,7 +296,7 @@ def export_followed(
 ) -> None:
     """Export each new model of a run with ``checkpoint.deltas`` into ``output/step-N``, until the run ends.
 
-    ``output/current.json`` names the newest folder, and is replaced last. The newest two folders are kept.
+    ``output/current.json`` names the newest complete folder. The newest two folders are kept.
     """
     program_export.check_packages(formats)
     folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}
