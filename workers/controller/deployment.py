@@ -31,7 +31,7 @@ def deploy_tables(
     """Create the tables of a placement with their initial rows; HybridError if a host has no memory for them.
 
     Returns:
-        Stubs by the index of each worker that holds rows. For each table with an initial model, the number
+        Stubs of the tables, by the index of the worker; and for each table with an initial model, the number
         of rows that workers have read from the initial model.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
@@ -80,7 +80,7 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint or delta that every role is ready to write, from copies if ``is_copied``."""
+    """A checkpoint or delta that every role is ready to write; if ``is_copied``, from copies of tensors."""
 
     folder: StoragePath
     manifest: Manifest  # without the list of files

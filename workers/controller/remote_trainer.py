@@ -59,7 +59,7 @@ class TrainerReport:
 
 
 def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:
-    """Return the loader of a trainer's slices. Evaluations neither shuffle nor group rows."""
+    """Return the loader of a trainer's slices. Only training shuffles rows and keeps groups complete."""
     return BatchLoader(
         dataset,
         batch_size=config.train.batch_size,
@@ -158,7 +158,7 @@ class Trainer:
         return self._train(num_steps)
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's lanes of a unit of a stream. ``unit`` has the position to start at."""
+        """Begin to read this trainer's lanes of a stream unit, from the positions in ``unit``."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -181,7 +181,7 @@ class Trainer:
         self._engine.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the positions in this trainer's lanes after ``step`` steps of the unit; {} for a topic."""
+        """Return the positions in this trainer's lanes after ``step`` steps; {} if the unit is a topic."""
         assert self._reader is not None
         return self._reader.positions(step)
 
@@ -290,7 +290,7 @@ class Trainer:
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
         """Load the dense net from file ``name`` of a checkpoint; CheckpointError if the file has another net.
 
-        If ``has_state``, load the state of the optimizer, else reset it. Background reading of data ends.
+        If ``has_state``, load the optimizer's state, else reset it. Also end the background reading of data.
         """
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))

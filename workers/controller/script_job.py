@@ -149,7 +149,7 @@ class ScriptJob:
         number: int,
         texts: Mapping[str, str],
     ) -> tuple[str, str] | None:
-        """Write a checkpoint of a script's module ``number``; return an error's kind and message, or None."""
+        """Save the script's module with index ``number``; return an error's kind and message, or None."""
         tables, bulk = self._tables[number], BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 

@@ -223,12 +223,12 @@ class Session:
     ) -> HeldCheckpoint:
         """Make every role prepare a checkpoint of the current step; the result has a method ``write``.
 
-        The caller must call ``write`` before it begins the next checkpoint. If the result has ``is_copied``,
-        training can continue meanwhile.
+        The caller must call ``write`` before it begins the next checkpoint. Training must wait until
+        ``write`` returns, unless the result has ``is_copied``.
 
         Args:
             manifest: a manifest to which this method adds tables and progress, and ``write`` adds files.
-            reports: further tensors to store; see :meth:`RunProgress.pack`.
+            reports: further tensors to store, from :meth:`RunProgress.pack`.
             in_background: whether workers copy their tensors, unless their hosts lack the memory for copies.
         """
         progress = {**manifest.progress, **self._own_progress()}
@@ -258,7 +258,7 @@ class Session:
     def _hold(
         self, is_copied: bool, is_delta: bool = False
     ) -> Callable[[StoragePath], Sequence[transport.Pending[Files]]]:
-        """Make every role prepare its files, as copies if ``is_copied``; return a function to write them."""
+        """Make every role prepare files, as copies if ``is_copied``; return a function to write the files."""
         self._flush()
         bulk, saving = BULK_TIMEOUT_SECONDS, self.config.saving_trainers
         hold = HostedModule.begin_save

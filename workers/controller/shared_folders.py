@@ -76,14 +76,14 @@ class SharedFolders:
     saving_trainers: Container[int]  # the trainers that write into checkpoints
 
     def check_data(self, folder: StoragePath) -> None:
-        """Check that all trainers see the prepared data in a local folder; RemoteError if one does not."""
+        """Check that all trainers see the prepared data, unless in a store; RemoteError if one does not."""
         trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
         if trainers and not isinstance(folder, RemotePath):
             manifest = folder.absolute() / FILE_NAME
             _check(_DATA_KEY, manifest, files.read_bytes(manifest), dict.fromkeys(trainers, False))
 
     def check_run(self, run: StoragePath) -> None:
-        """Check that all roles see the run folder, and that workers and saving trainers can write there.
+        """Check that all roles see the run folder, and that workers and ``saving_trainers`` can write there.
 
         RemoteError if a role fails the check; CheckpointError or StorageError if the master cannot write.
         """
