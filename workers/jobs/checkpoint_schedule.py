@@ -96,7 +96,7 @@ class RunProgress:
     unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics, compare=False)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float, *, in_unit: bool = False) -> None:
-        """Add steps; if ``in_unit`` (only for a binary first task), add them to the metrics of the unit."""
+        """Add reports on steps that took ``seconds``; if ``in_unit``, also to the metrics of the unit."""
         self.step += len(reports[0].losses)
         self.samples += sum(len(report.labels) for report in reports)
         self.seconds += seconds
@@ -108,10 +108,10 @@ class RunProgress:
     def has_lost_patience(
         self, train: TrainSection, steps_per_epoch: int, best: Best | None, start: int = 0
     ) -> bool:
-        """Return whether the last ``train.patience`` evaluations were not better, so that the run ends now.
+        """Return whether ``train.patience`` evaluations since ``best`` were not better, so that the run ends.
 
-        Evaluations are counted by steps, so a resumed run ends at the same step. The count begins after
-        ``best``, or after step ``start`` if ``best`` is None or NaN. NaN evaluations do not count.
+        Evaluations are counted by steps, so a resumed run ends at the same step. If ``best`` is None or NaN,
+        the count begins after step ``start``. NaN evaluations do not count.
         """
         every = train.eval_every_steps or steps_per_epoch
         best_step = start if best is None or math.isnan(best.value) else best.step
@@ -279,7 +279,7 @@ class Checkpoints:
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: RunProgress, best: Best | None) -> None:
-        """If a stopped run wrote the checkpoint of this step before the evaluation, add the evaluation."""
+        """Set ``best``. Add the evaluation of this step to its checkpoint if it is missing there."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self.run.sync()
@@ -303,7 +303,7 @@ class Checkpoints:
         return self.session.is_delta_due or is_due_by_time or is_due_by_steps
 
     def _write_delta(self, now: RunProgress) -> None:
-        """Write a delta before a checkpoint of the same step; ``hybrid.follow`` then skips the checkpoint."""
+        """Write a delta of this step, so that ``hybrid.follow`` can skip the checkpoint that comes next."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()
@@ -369,7 +369,7 @@ class Checkpoints:
             pending.written.set_exception(error)
 
     def _publish(self, manifest: Manifest, is_delta: bool, taken_at: float) -> None:
-        """Add a checkpoint or a delta to the chain of deltas; remove the deltas that left the chain."""
+        """Add a model to ``deltas/current.json``, and remove the deltas that the file no longer lists."""
         root, before = self.run.checkpoint_root, self._chain
         if not is_delta:
             chain = self._rebased(manifest, taken_at)
@@ -391,7 +391,7 @@ class Checkpoints:
             self.warn(f"an old delta could not be removed: {error}")
 
     def _rebased(self, manifest: Manifest, taken_at: float) -> DeltaChain:
-        """Return the chain of deltas after a full checkpoint, whose step ended at the time ``taken_at``."""
+        """Return ``deltas/current.json`` for a new checkpoint of a step that ended at time ``taken_at``."""
         chain, identity = self._chain, identity_of(manifest)
         if chain is None or chain.last.step != manifest.step:
             return DeltaChain(ModelVersion(0, manifest.step, identity, "", taken_at), identity)
@@ -406,7 +406,7 @@ class Checkpoints:
             self.warn(f"an old checkpoint could not be removed: {error}")
 
     def _end(self) -> None:
-        """Wait until the pending checkpoint, if any, is written, and log it; raise an error in writing."""
+        """Wait for the pending checkpoint or delta, and log it. Raise the error if writing has failed."""
         pending = self._pending
         if pending is None:
             return

@@ -56,7 +56,7 @@ class DifferenceError(HybridError):
 
 
 class TensorName(NamedTuple):
-    """The name of a compared tensor: a parameter or table, and which of its tensors (``kind``)."""
+    """The name of a compared tensor, such as ("table user", "value")."""
 
     parameter: str  # a parameter or buffer of a net, "table NAME", or "loss of every step"
     kind: str = VALUE  # "value", an optimizer state, or an array of a growing table's key records

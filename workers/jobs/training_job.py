@@ -336,7 +336,7 @@ class Training:
         view.evaluation(name, self._now.step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """Make the session show, if a stop is requested while it waits, that the run stops after ``step``."""
+        """Make the session announce a requested stop while it waits: the run stops after ``step``."""
 
         def announce() -> None:
             if self._stop.is_requested and not self._is_stop_announced:
@@ -378,7 +378,7 @@ class Training:
         return metrics
 
     def _test(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Set the test metrics, by an evaluation if needed; return False if a stop is requested meanwhile."""
+        """Get the test metrics, with an evaluation if needed; return False if a stop interrupts it."""
         if self._selection == TEST or not session.has_rows(TEST):
             self._tested = None if self._now.metrics is None else (self._now.step, self._now.metrics)
             return True
