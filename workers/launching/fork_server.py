@@ -13,7 +13,7 @@
 
 The system kills the server when the launcher ends, and the roles when the server ends, even frozen roles.
 The fork server of ``multiprocessing`` is not used, because its children outlive it, and it leaves a folder
-with a socket. This module does not import torch, as the launcher does not.
+with a socket. Neither this module nor the launcher imports torch.
 """
 
 import ctypes

@@ -65,7 +65,7 @@ class _RunCollector(Collector):
         yield _family("role_memory_bytes", text, ["role"], resident)
 
     def _read(self) -> None:
-        """Read the records since the last call; all records if a resumed run has replaced the file."""
+        """Read the new records of metrics.jsonl; all records if a resumed run has replaced the file."""
         with suppress(FileNotFoundError), open_reader(self._folder / METRICS_FILE) as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:

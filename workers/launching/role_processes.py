@@ -172,7 +172,7 @@ class RoleProcesses:
         self.server.signal(str(MASTER), STOP_REQUEST)
 
     def end(self) -> None:
-        """Kill every process that still runs, and wait some seconds for its end."""
+        """Kill all processes that still run, and wait at most some seconds until they have ended."""
         with suppress(ClusterError):  # the server has ended, and all roles with it
             for process in self._running:
                 self.server.signal(str(process.role), signal.SIGKILL)
