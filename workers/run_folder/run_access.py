@@ -112,7 +112,7 @@ def scratch_logs(prefix: str) -> Iterator[Path]:
 
 
 def _remove_stale_logs(prefix: str) -> None:
-    """Remove the temporary folders of killed commands: the lock file in such a folder is not locked."""
+    """Remove folders of killed commands: this user's old temporary folders whose lock file is not locked."""
     for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK_FILE}"):
         with suppress(OSError, HybridError):  # it is in use, or another command removes it
             status = lock.lstat()

@@ -32,15 +32,15 @@ _STOP_SECONDS = 20.0  # time limit of the last calls of loggers, if a stop is re
 class RunFolder:
     """The files of one run, closed by ``close`` or a ``with`` block.
 
-    The folder of a resumed run may be missing. A resume removes the result, and the records of later steps
-    and of the last test, because the run writes them again. If a file cannot be written, every method raises
-    HybridError with its path.
+    The folder of a resumed run may be missing. A resume removes the result, the records of steps after
+    ``step``, and the records of the last test, because the run writes them again. If a file cannot be
+    written, every method raises HybridError with the path of the file.
 
     Args:
         step: the step after which the run resumes. None for a new run; then ConfigError if ``path`` contains
             a run already, or is a file.
-        is_evaluated: False if the evaluation at ``step`` is still due; then a record of it is removed.
-        unit: the unit of a stream in which the run resumes; a record that it ended at ``step`` is removed.
+        is_evaluated: False if the evaluation at ``step`` is still due; then its old record is removed.
+        unit: the stream's unit in which the run resumes; a record of the unit's end at ``step`` is removed.
         loggers: the loggers of ``config``; None to make them.
 
     Attributes:
@@ -136,7 +136,7 @@ class RunFolder:
         self._loggers.finish(replace_non_finite(result))
 
     def write_report(self, result: Mapping[str, Any]) -> None:
-        """Write report.html. For a stopped run, ``result`` has only the key "tables": their placement."""
+        """Write report.html. For a stopped run, ``result`` has only the placement of tables, as "tables"."""
         _write_text(self.report, report_page([read_run(self.path, result)]))
 
     def close(self, seconds: float = FAILED_SECONDS) -> None:

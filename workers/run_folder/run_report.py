@@ -78,7 +78,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 def print_means(
     config: RunConfig, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float | None]]:
-    """Print and return mean and standard deviation of each test metric; None if a run lacks the metric."""
+    """Print and return "mean" and "deviation" of each test metric; both None if a run lacks the metric."""
     means: dict[str, dict[str, float | None]] = {}
     print_line("")
     names = [name for name in shown_metrics(config.all_tasks) if any(name in each for each in results)]

@@ -26,7 +26,7 @@ class Profile:
     """The spans of all roles in the recorded steps that at least one trainer has completed.
 
     Args:
-        spans: by role, from :meth:`StepClock.take_spans`.
+        spans: the spans of each role, from :meth:`StepClock.take_spans`.
 
     Attributes:
         step_seconds: mean duration of a trainer's step; 0 without steps.
