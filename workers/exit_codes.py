@@ -49,7 +49,7 @@ class ExitCode(IntEnum):
 
     @classmethod
     def of_signal(cls, number: int) -> Self:
-        """Return the code of a process that a signal has asked to stop."""
+        """Return the exit code of a process that stops because of signal ``number``."""
         return cls.AGAIN if number == WARNING else cls(_SIGNAL_BASE + number)
 
 
@@ -75,7 +75,7 @@ class Interrupt(KeyboardInterrupt):
 
 
 class ReportedError(ClusterError):
-    """A failure, often reported by another process, with a fixed exit code for this process."""
+    """A failure, often of another process, after which this process exits with ``code``."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.AGAIN) -> None:
         super().__init__(message)
@@ -154,7 +154,7 @@ class StopRequest:
     """A request to stop a run, made by a signal during :meth:`handling_signals`.
 
     Args:
-        seconds: time from the request to the end of the block; an Interrupt ends a block that takes longer.
+        seconds: how long the block may still run after the request; then an Interrupt ends the block.
         forward: called when the stop is requested.
     """
 
