@@ -181,7 +181,7 @@ class Trainer:
         self._engine.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
-        """Return the positions in this trainer's lanes after ``step`` steps; {} if the unit is a topic."""
+        """Return the positions in this trainer's lanes after ``step`` steps; {} for a Kafka topic."""
         assert self._reader is not None
         return self._reader.positions(step)
 
