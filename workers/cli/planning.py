@@ -54,7 +54,7 @@ class Traffic(NamedTuple):
 
     up_bytes_W: Array  # ids and gradients, to each of W workers
     down_bytes_W: Array  # vectors, from each worker
-    values: float  # number of values in the vectors, or partial vectors, that the trainer assembles
+    vector_values: float  # number of values in the vectors, or partial vectors, that the trainer assembles
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def make_plan(
         transfers["trainer -> trainer"] = (2 * trainers * (trainers - 1), trainers * ring_bytes)
 
     # Each parameter has a gradient and two values of optimizer state.
-    trainer_bytes = _TRAINER_BYTES + _BYTES_PER_VALUE * lookups * moved.values
+    trainer_bytes = _TRAINER_BYTES + _BYTES_PER_VALUE * lookups * moved.vector_values
     trainer_bytes += 4 * _GRADIENT_BYTES * parameters
     memory_W = _WORKER_BYTES + _BYTES_PER_MESSAGE_BYTE * trainers * (up_W + down_W)
     for shard in placement.shards:

@@ -268,12 +268,12 @@ def test_traffic_equals_bytes_of_a_batch(bags: list[int], sequences: list[int], 
         assert found.down_bytes_W[worker] == pytest.approx(vector_bytes, rel=spread)
         assert found.up_bytes_W[worker] == pytest.approx(id_bytes + vector_bytes, rel=spread)
     if sequences:
-        assert found.values == SAMPLES * sum(each.num_vectors for each in read) * 8
+        assert found.vector_values == SAMPLES * sum(each.num_vectors for each in read) * 8
 
 
 def test_each_shard_of_a_pooled_table_sends_partial_vectors() -> None:
     tables = [table("a", 10, "row")]
     one_id, pooled = (traffic(tables, place(tables, 5), means, 100) for means in ({}, {"a": 3.0}))
-    assert (one_id.values, pooled.values) == (100 * 8, 100 * 8 * 5)
+    assert (one_id.vector_values, pooled.vector_values) == (100 * 8, 100 * 8 * 5)
     placement = dataclasses.replace(place(tables, 5), pooled_by_trainers=("a",))
-    assert traffic(tables, placement, {"a": 3.0}, 100).values == 100 * 3 * 8
+    assert traffic(tables, placement, {"a": 3.0}, 100).vector_values == 100 * 3 * 8
