@@ -26,7 +26,7 @@ class CompareTask:
 
 @dataclass(frozen=True, slots=True)
 class ScriptTask:
-    """A script of the user that runs on every trainer."""
+    """A user script, run by every trainer. ``snapshot`` is for comparisons, ``scratch`` for restarts."""
 
     command: ClassVar = "run"
     path: str

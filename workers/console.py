@@ -358,7 +358,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show the progress in the live region, or else on a new line unless the command is quiet."""
+        """Show progress in the live region. Without a region, print a line unless the command is quiet."""
         self._progress = progress
         if self._live is not None:
             self._draw()

@@ -132,7 +132,7 @@ class StopMessage:
 def handling(
     numbers: Iterable[signal.Signals], handle: Callable[[int, FrameType | None], object]
 ) -> Iterator[dict[int, Any]]:
-    """Call ``handle`` at each of these signals during this block, which runs in the main thread.
+    """Call ``handle`` at each signal in ``numbers`` during this block, which runs in the main thread.
 
     Ignored signals stay ignored, such as SIGHUP under nohup. Yields the previous handlers of the other
     signals, by number. If the block sets another handler, that handler stays after the block.

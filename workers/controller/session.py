@@ -387,7 +387,7 @@ class DatasetSession(Session):
         )
 
     def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
-        """Take steps of one epoch, after ``steps_before`` steps of the run; return each trainer's report.
+        """Take ``num_steps`` steps of an epoch, after ``steps_before`` steps of the run; return reports.
 
         A session of a stream takes fewer steps if rows are missing, the unit ends, or a delta is due.
         """
