@@ -1,6 +1,6 @@
 """Values of bfloat16 in NumPy arrays, which lack this type.
 
-Arrays in memory hold them as ``uint16``, arrays of mapped files as ``V2``: two untyped bytes.
+Arrays in memory hold bfloat16 values as ``uint16``, arrays of mapped files as ``V2``: two untyped bytes.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of ``tensor`` on ``device``, or ``tensor`` itself if it is there already.
 
     Copies from the CPU to a GPU are asynchronous, so ``tensor`` must not change until the copy ends. The
-    gradient is copied back asynchronously: the CPU waits before it uses the gradient, and the GPU does not.
+    gradient is copied back asynchronously. The CPU waits for this copy before it uses the gradient.
     """
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)

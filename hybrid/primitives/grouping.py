@@ -21,7 +21,7 @@ def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
 
 
 def find_split_group(groups_B: npt.NDArray[np.generic]) -> object | None:
-    """Return a group whose samples are not adjacent, or None if no group is split."""
+    """Return the value of a group whose samples are not adjacent, or None if there is no such group."""
     runs_G = groups_B[group_ends(groups_B) - 1]
     distinct_U, counts_U = np.unique(runs_G, return_counts=True)
     return distinct_U[counts_U > 1][0].item() if len(distinct_U) < len(runs_G) else None
@@ -34,15 +34,15 @@ def last_end(ends_G: npt.NDArray[np.int64], stop: int) -> int:
 
 
 def group_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
-    """Return the first sample and the end of the groups whose last samples are in ``start : stop``."""
+    """Return ``(first, end)``: the samples of all groups whose last sample is in ``start : stop``."""
     return last_end(ends_G, start), last_end(ends_G, stop)
 
 
 def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
     """Return the weight of each sample in a ranking loss, (B,), float64.
 
-    Samples of weight 0 get 0, and do not count. The mean weight of the other samples of a group is divided
-    equally among them. If they all have the same label, they get 0, since nothing can be ranked.
+    A sample of weight 0 gets 0. In each group, the mean of the positive weights is divided equally among the
+    samples with positive weights. If these samples all have the same label, all get 0: no ranking exists.
 
     Args:
         weights_B: the weights in the data; None for all ones.

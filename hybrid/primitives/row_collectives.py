@@ -54,7 +54,7 @@ def gather_with_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ExchangeRows(torch.autograd.Function):
     """Computes ``exchange(rows_BX)``, such as a gather; its backward pass computes ``inverse(gradient)``.
 
-    Autograd records the call if ``rows_BX`` or the tensor ``anchor`` requires a gradient.
+    The result requires a gradient if ``rows_BX`` or the tensor ``anchor`` requires a gradient.
     """
 
     @staticmethod

@@ -15,7 +15,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Span(NamedTuple):
-    """A timed event of a recorded step. ``thread`` is None if the event may end in another thread."""
+    """A timed event of a recorded step."""
 
     name: str
     step: int
@@ -49,7 +49,7 @@ class OpenSpan:
         self.close()
 
     def close(self) -> None:
-        """End the span; call this once. In another thread, call this only for a span of StepClock.begin."""
+        """End the span; call this once. Only a span of :meth:`StepClock.begin` may end in another thread."""
         end_ns = time.perf_counter_ns()
         span = self._span  # cpu_ns has the thread's time at the start
         cpu_ns = None if span.cpu_ns is None else time.thread_time_ns() - span.cpu_ns
