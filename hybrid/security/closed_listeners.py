@@ -74,7 +74,7 @@ def is_same_user(each: socket.socket) -> bool:
 
 @contextmanager
 def _sockets() -> Iterator[dict[int, socket.socket]]:
-    """Yield duplicates of all sockets of this process by inode: other threads may close the originals."""
+    """Yield a duplicate of each socket of this process, by inode. Other threads may close the originals."""
     duplicates = {}
     with ExitStack() as stack:
         for number in _descriptors():

@@ -7,7 +7,7 @@ sent as::
     sealed pickle    the encrypted pickle, and a tag of 16 bytes
 
 AES-256-GCM (NIST SP 800-38D) encrypts the pickle, which contains the dtypes and shapes of the tensors. The
-number and the bytes of the tensors are signed as additional data, but not the bytes of tensors on a GPU.
+count of the tensors is signed as additional data, and so are the bytes of tensors on the CPU, not on a GPU.
 
 GCM must never use a nonce twice with one key. So a key belongs to one sender (16 random bytes of a process),
 one kind and one receiver. The nonce is the number of the message: the sender counts the messages of each key.
@@ -60,7 +60,7 @@ class ReplayWindow:
     """Accepts each message number once, in any order.
 
     Args:
-        max_early: how many higher numbers may arrive before a number; after more, the number is rejected.
+        max_early: a number is rejected if more than ``max_early`` higher numbers have arrived before it.
     """
 
     def __init__(self, max_early: int = _MAX_EARLY) -> None:

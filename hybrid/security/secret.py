@@ -118,7 +118,7 @@ class DirectionCipher:
         self._count = 0
 
     def seal(self, plain: bytes | memoryview) -> bytes:
-        """Encrypt ``plain``; the result is ``TAG_BYTES`` longer."""
+        """Encrypt ``plain``; the result is ``TAG_BYTES`` longer than ``plain``."""
         return self._aead.encrypt(self._next_nonce(), plain, None)
 
     def seal_into(self, plain: bytes | memoryview, sealed: memoryview) -> None:

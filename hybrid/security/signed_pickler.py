@@ -64,8 +64,8 @@ class _Response(NamedTuple):
 class _RaisedError(internal.RemoteException):
     """The exception of a call, or the rejection of a payload, in torch's format.
 
-    ``receiver`` identifies the process that receives the exception. Torch may execute a rejected payload as a
-    call. So the object also has the attributes of a call, and ``func`` returns the object itself.
+    ``receiver`` identifies the process that receives the exception. If torch expects a call, torch executes
+    ``func(*args, **kwargs)``, which returns this object.
     """
 
     # By this name, torch recognizes an exception that an asynchronous function raised before it returned.
