@@ -76,7 +76,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Pass gradients to the tables. Return a future of the vectors of the lookup in ``plain``, or []."""
+    """Pass gradients to the tables; return a future of the vectors of the lookup in ``plain``, or of []."""
     number, ticket, num_grads, attached_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]

@@ -49,7 +49,7 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
-        """The class of the exception (:attr:`HybridError.kind`); Exception if hybrid.errors lacks it."""
+        """The :attr:`HybridError.kind` of the exception; Exception for a class outside ``hybrid.errors``."""
         return error_class(self.failure.kind)
 
 

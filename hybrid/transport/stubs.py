@@ -66,7 +66,7 @@ def _send_of_step(role: Role, function: Callable[..., Any], *args: Any) -> torch
 
 
 class Remote(Generic[Owned]):
-    """A stub of an object in the process ``role``, which keeps the object until its ``close`` is called."""
+    """A stub of an object in the process ``role``. Calling the object's ``close`` also removes the object."""
 
     def __init__(self, role: Role, number: int) -> None:
         self.role = role

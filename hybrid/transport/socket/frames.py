@@ -8,7 +8,7 @@
                        block of shared memory (tensor_blocks.py)
 
 "Sealed" means encrypted and authenticated. Tensors are encrypted from their own memory, and decrypted into
-their final memory. The lengths are not encrypted. A frame with a wrong length is rejected or incomplete.
+their final memory. The lengths are not encrypted. A changed length makes a frame invalid or incomplete.
 """
 
 import io
@@ -77,7 +77,7 @@ class Frames:
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Return a message as a frame, valid until the next call; ClusterError if a tensor cannot be sent."""
+        """Encrypt a message to a frame, valid until the next ``seal``; ClusterError for an unsupported tensor."""
         tensors = message.tensors
         memory = self._memory
         for each in tensors:

@@ -56,7 +56,7 @@ def send_bursts_at_once(connection: socket.socket) -> None:
     of a message and its response. So this function selects CUBIC or Reno instead.
 
     Args:
-        connection: a socket that listens, or is not connected yet; after that, BBR would continue to pause.
+        connection: a socket that listens or is not connected yet. On a connected socket, BBR's pauses remain.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name in (b"cubic", b"reno"):
@@ -112,7 +112,7 @@ class Identity:
     timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
-        """Return ciphers to and from ``other``; ``random`` has the worker's, then the trainer's bytes."""
+        """Return ciphers to and from ``other``. ``random``: the worker's random bytes, then the trainer's."""
         own, peer, context = self.role.rpc_name, other.rpc_name, self.run_id + random
         to = self.secret.key(f"socket from {own} to {peer}", context)
         back = self.secret.key(f"socket from {peer} to {own}", context)
