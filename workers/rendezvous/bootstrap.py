@@ -379,7 +379,7 @@ def _signal_main_thread(number: int) -> None:
 
 
 def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
-    """As the master, stop all other roles. If ``message`` has a reason, wait for their end, up to 5 s."""
+    """As the master, stop all other roles. If ``message`` has a reason, wait up to 5 s until all leave."""
     if not message.reason:
         cluster.store.set(STOP, f"{message.code:d}")
     elif cluster.rendezvous is not None:

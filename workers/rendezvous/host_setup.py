@@ -64,8 +64,8 @@ def is_loopback(host: str) -> bool:
 def listen(address: str, port: int, port_key: str = _MASTER_KEY) -> socket.socket:
     """Return a socket that listens on one address only; port 0 selects a free port.
 
-    ConfigError if this host cannot listen on the address, if it is a loopback address under another name than
-    localhost, or if the port is in use or forbidden. An error about the port names the key ``port_key``.
+    ConfigError if this host cannot listen on ``address``, if the port is in use or forbidden, or if
+    ``address`` is a name (not localhost) of a loopback address. Port errors contain the text ``port_key``.
     """
     try:
         resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -93,9 +93,9 @@ def choose_interface(configured: str, address: str) -> str:
     """Return this process's network interface, and set the environment variables that gloo and NCCL read.
 
     Args:
-        configured: ``cluster.interface``; "auto" is the interface with ``address``. ConfigError if absent.
-        address: on the master, the address on which the master listens; on another role, the local address
-            of the connection to the master.
+        configured: ``cluster.interface``; "auto" is the interface with ``address``. ConfigError if this host
+            does not have the interface.
+        address: the local address of the connection to the master; on the master, of the listening socket.
     """
     interface, number = configured, ipaddress.ip_address(address.partition("%")[0])
     if configured == AUTO and number.is_loopback:  # also for 127.0.0.2, which no interface lists

@@ -37,7 +37,7 @@ class Interrupter:
 
     A call into torch that waits for a frozen role does not handle signals. So if Python does not exit within
     ``seconds`` after an error, a timer prints the error and ends the process. If Python exits in time, the
-    process ends without waiting for threads of torch. Enabling another interrupter cancels both.
+    process ends without waiting for threads of torch. Neither happens once another interrupter is enabled.
     """
 
     name: str  # name of the process in the message

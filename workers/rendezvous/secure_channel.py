@@ -75,7 +75,7 @@ class FrameCipher:
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Return the fields of a frame, passed without header; ChannelError if it is not the next frame."""
+        """Decrypt the next frame, passed without its header; return the fields. ChannelError if invalid."""
         try:
             body = self._receiving.open(sealed)
         except RejectionError as error:
@@ -205,9 +205,9 @@ class Channel:
 def connect(
     address: MasterAddress, secret: Secret, interval: HeartbeatInterval, timeout_seconds: float
 ) -> Channel:
-    """Connect to the master, and retry while it does not listen. ConfigError if it has another secret.
+    """Connect to the master. Retry until the timeout while no connection is possible.
 
-    ClusterError after the timeout, or if the master is frozen or has another version.
+    Raises the errors of :class:`Channel`, but ClusterError instead of OSError.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
