@@ -77,7 +77,7 @@ class Frames:
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Encrypt a message to a frame, valid until the next ``seal``; ClusterError for an unsupported tensor."""
+        """Return the sealed frame, valid until the next ``seal``; ClusterError if a tensor cannot be sent."""
         tensors = message.tensors
         memory = self._memory
         for each in tensors:
