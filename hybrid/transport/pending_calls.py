@@ -35,7 +35,7 @@ class Failure:
     kind: str  # name of the exception's class, from error_kind
     is_self_contained: bool  # whether the message is complete without role and host
     host: str
-    is_logged: bool  # whether the traceback is in the log of that process
+    is_logged: bool  # whether the traceback is in the log of the called process
 
 
 class RemoteError(ClusterError):

@@ -340,7 +340,7 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
 
     Args:
         interface: network interface on which other roles reach this role.
-        timeout_seconds: time limit of each connection, but at most ten seconds.
+        timeout_seconds: time limit of each connection; more than ten seconds count as ten.
 
     Raises:
         ClusterError: this role cannot connect to another role.
