@@ -7,7 +7,7 @@ The modules, first those that a batch passes through::
     stream_data        the rows of a stream: each trainer reads its slice of every step
     drawn_negatives    negative items, drawn at random in each step and added to the batch
     embedding_modules  tables as modules: Embedding and EmbeddingBag
-    training_loop      the step: lookups, backward pass, decision on the update, optimizer
+    training_loop      the step: lookups, backward pass, clipping, optimizer
     step_states        the states of the loop, and the calls that each state permits
     trainer_group      collective operations: sums, gathered values, comparison of the trainers' batches
     loop_warnings      warnings about calls of PyTorch that affect the parameters, but not the tables

@@ -38,7 +38,7 @@ from hybrid.updates.update_rules import Schedule, UpdateRules
 
 
 class WorkerTables(TableSource, GuardedModule, Protocol):
-    """The tables of one worker: they look up rows, and scale or drop updates as the trainers decide."""
+    """The tables of one worker, which look up rows, and scale or drop an update if trainers decide so."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Backend:
         snapshot: for ``hybrid compare``, the checkpoint to write after ``train.max_steps`` steps; else None.
 
     Attributes:
-        texts: text of further files in each checkpoint, by file name.
-        logs: a log for each :class:`Cluster` that has called ``log``; finished when the script ends.
+        texts: the content of text files that each checkpoint gets, by file name.
+        logs: one log for each :class:`Cluster` that has called ``log``. They end with the script.
     """
 
     is_single_process = False
@@ -98,9 +98,9 @@ class Backend:
         """Write a checkpoint of a module and its tables.
 
         Args:
-            number: the ``module_index`` of :class:`PlacedTables`.
-            manifest: the manifest of the checkpoint, without its list of files.
-            dense: states of the module and its optimizers (:func:`pack_dense`). Only trainer 0's are written.
+            number: index of the module (``module_index`` of :class:`PlacedTables`).
+            manifest: the manifest to write; this method adds the list of files.
+            dense: states of the module and its optimizers (:func:`pack_dense`). Trainer 0's are written.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
@@ -108,9 +108,9 @@ class Backend:
         raise NotImplementedError
 
     def load(self, number: int, stored: Checkpoint) -> None:
-        """Load the rows of a checkpoint into the tables of module ``number``.
+        """Load the rows of a checkpoint into the tables of the module with index ``number``.
 
-        CheckpointError if the checkpoint is damaged, or its tables differ.
+        CheckpointError if the checkpoint is damaged, or has other tables than the module.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ _CONFIGURED = "is for configured runs only; leave it out"
 
 
 def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
-    """Return the rules by which gradients of a custom loop become updates.
+    """Check the configuration of a custom loop; return its update mode, clipping, schedule and timeout.
 
     Raises:
         ConfigError: a key does not apply to custom loops, or a decaying schedule lacks ``schedule.steps``.

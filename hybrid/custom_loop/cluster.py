@@ -44,7 +44,7 @@ def connect(config: str | Path | None = None) -> Cluster:
 
     Args:
         config: TOML file for a single process; None for the default configuration. Under ``hybrid run``, the
-            configuration of the run applies, and a file with another section [data] causes a warning.
+            configuration of the run applies instead. A warning follows if its section [data] is different.
 
     Raises:
         ConfigError: the file is missing or invalid.
@@ -112,9 +112,9 @@ class Cluster:
     def stream(self) -> StreamData:
         """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
-        All trainers call it together, before :meth:`resume`. The call waits for rows, even if the script will
-        resume after them, and fits the encoding of columns on a sample: keep the last file that was read.
-        Batches have ``train.batch_size`` samples, or fewer if a file ends.
+        All trainers call it together, before :meth:`resume`. The call waits for rows, and fits the encoding
+        of columns on a sample of these rows. A script that resumes needs rows, too: keep the last file
+        that was read. Batches have ``train.batch_size`` samples, or fewer at the end of a file.
 
         Raises:
             ConfigError: the configuration has no stream, a column is missing, or two columns have one name.
@@ -129,15 +129,15 @@ class Cluster:
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, wrap the rest in DDP, and return the module to call.
 
-        All trainers call it together. All replicas get the parameters of trainer 0. All trainers take each
-        step of a ``torch.optim`` optimizer of these parameters together: ``train.clip_norm`` then scales all
-        gradients, of parameters and tables, and ``train.non_finite`` may drop all of them.
+        All trainers call it together. All replicas get the parameters of trainer 0. All trainers must
+        step a ``torch.optim`` optimizer of these parameters together. Before the step, ``train.clip_norm``
+        scales the gradients of parameters and tables, and ``train.non_finite`` may drop them.
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
-            DataError: the module has no tables, or state that is no real tensor; or initial rows are invalid.
-            StorageError: a file of initial rows cannot be read.
-            RuntimeError: the cluster has a module, or a table of ``module`` is already distributed.
+            DataError: no tables; a value of the state dict is no real tensor; or invalid pretrained rows.
+            StorageError: a file of pretrained rows cannot be read.
+            RuntimeError: the cluster has already distributed a module, or ``module`` has a distributed table.
         """
         if self._loop is not None:
             raise RuntimeError("a module is already distributed: combine both modules into one")
@@ -157,30 +157,30 @@ class Cluster:
 
         Batches are for training, or under ``torch.no_grad()`` for evaluation. In training, a slice is yielded
         as ``train.micro_batches`` micro-batches, and the pass ends at step ``train.max_steps``. Tensors are
-        on the device of the module. In place of an empty slice, a trainer gets a copy of another sample of
-        the batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
+        on the device of the module. If its slice is empty, a trainer gets a copy of one sample of another
+        trainer. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
                 samples; or a result of :meth:`prepare` or :meth:`stream`. Numbers, texts and None in a
-                batch are yielded unchanged. A further pass over a stream continues where the last one ended.
+                batch are yielded unchanged. A second loop over a stream continues where the first one ended.
             size: number of samples per batch over all trainers. By default, batches of an iterable keep their
                 sizes, a dict is one batch, and prepared data have batches of ``train.batch_size`` samples.
-            whole: column with a group number per sample, for ranking losses; "group" for prepared data. The
-                samples of a group must be adjacent. Neither trainers nor batches split a group, so a batch
-                has only about ``size`` samples.
+            whole: for ranking losses, the column whose value is equal for all samples of a group, such as a
+                session; "group" for prepared data. The samples of a group must be adjacent. A group is not
+                split between batches or trainers, so a batch has only about ``size`` samples.
             drop_last: whether to leave out a last batch of fewer than ``size`` samples.
             negatives: items to draw in each step, by the name of the column that gets their ids (N,). The
-                column ``NAME.log_q`` gets the logarithms of their probabilities. Batches must be dicts.
+                column ``NAME.log_q`` gets their values of ``log_q``. Batches must be dicts.
 
         Raises:
             CheckpointError: the checkpoint at the end of a stream cannot be written.
-            ConfigError, StorageError: a later file of a stream lacks a column, or is refused.
+            ConfigError, StorageError: a later file of a stream lacks a column, or cannot be read.
             DataError: a batch or a file is invalid, or trainers have different batches; or the samples of a
                 group are not adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
                 or the script did not complete the step of a batch.
-            ValueError: ``size`` is below 1; ``drop_last`` lacks a size; or a stream is given other options.
+            ValueError: ``size`` is below 1, or missing for ``drop_last``; or a stream is given one of them.
         """
         if isinstance(data, StreamData):
             if size is not None or whole is not None or drop_last:
@@ -245,14 +245,14 @@ class Cluster:
         Args:
             values: loss of each sample of this trainer's slice, (samples,).
             weights: weight of each sample, not negative, for a weighted mean.
-            more: other losses, each with its weights or None; their means are added.
+            more: other losses, each with its weights or None. The means of all losses are added.
 
         Raises:
             ConfigError: there are weights, and ``train.micro_batches`` is not 1.
             DataError: the number of values or weights is not the number of samples, or a weight is invalid.
-            NonFiniteError: the loss is not finite (``train.non_finite``).
-            RuntimeError: there is no new batch, or the loss does not depend on the module; on a cluster, also
-                if the loss does not depend on each trained parameter.
+            NonFiniteError: the loss is not finite, and ``train.non_finite`` is "stop".
+            RuntimeError: the script has no batch, or has already called this method for it; or the loss does
+                not depend on the module. On a cluster, it must depend on each trained parameter.
         """
         self._require_loop().backward([(values, weights), *more])
 
@@ -260,9 +260,8 @@ class Cluster:
         """Return the mean over the values of all trainers; NaN if there are none. All trainers call it.
 
         Args:
-            values: of any shape. If the first dimension has the samples of this trainer's last slice,
-                or of all its slices in the pass, entries of copied samples (:meth:`batches`) are left out.
-                After an evaluation within a training pass, this is the pass of the evaluation.
+            values: of any shape. If the first dimension has the samples of this trainer's last slice, or of
+                all slices that the same loop has yielded, copies of samples (:meth:`batches`) are left out.
         """
         values = self._require_loop().pass_sizes.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
@@ -272,9 +271,9 @@ class Cluster:
     def gather(self, values: Tensor) -> Tensor:
         """Concatenate the values of all trainers, (samples, ...), on the CPU. All trainers call it.
 
-        Copies of samples are left out, as in :meth:`mean`. A loss may compare samples of all trainers: a
-        tensor that requires gradients stays on its device and gets the gradients of all trainers. Every
-        trainer must then use the result in its loss.
+        Copies of samples are left out, as in :meth:`mean`. A tensor that requires gradients stays on its
+        device, for losses that compare samples of all trainers. Every trainer must then use the result in its
+        loss: the gradient of the tensor is the sum over all trainers.
 
         Raises:
             DataError: ``values`` is a scalar.
@@ -289,7 +288,7 @@ class Cluster:
         (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
         there is one task ``label`` with binary labels and logits as outputs. After :meth:`resume`, the
         checkpoint of the best evaluation is kept; ``checkpoint.keep_best`` names the metric. If a
-        restarted script repeats a call between passes, the result comes from its checkpoint.
+        restarted script repeats an evaluation that precedes its checkpoint, the recorded result is returned.
 
         Args:
             data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task. The
@@ -336,11 +335,11 @@ class Cluster:
         """Continue from the newest checkpoint in a run folder, if any, and write further checkpoints.
 
         Call it before the first step. Checkpoints are written every ``every_steps`` steps, after the best
-        evaluation, in long waits for a stream, and at the end of a stream or of :meth:`epochs` (but not after
-        ``break``). A failed write causes a warning; at the end, it is an error. The last
-        ``checkpoint.keep_last`` checkpoints are kept. :meth:`batches` skips the batches before the
+        evaluation, before a long wait for a stream's rows, and at the end of a stream or of :meth:`epochs`
+        (unless ``break`` leaves the loop). A failed write is an error at the end, and otherwise a warning.
+        The last ``checkpoint.keep_last`` checkpoints are kept. :meth:`batches` skips the batches before the
         checkpoint, so restarted and uninterrupted scripts have bit-identical results. ``hybrid run``
-        restarts the script if a process dies. Under ``hybrid compare``, the call has no effect.
+        restarts the script if a process dies. ``hybrid compare`` ignores this call.
 
         Args:
             folder: on storage that all hosts share.
@@ -417,7 +416,7 @@ class Cluster:
         self._log.append(loop.step, numbers, loop.history.is_replaying)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield epoch indices below ``count``: from 0, or if resumed, from the checkpoint's epoch.
+        """Yield the epoch indices below ``count``, from 0; after :meth:`resume`, from its checkpoint's epoch.
 
         The loop ends early at ``train.max_steps``. After :meth:`resume`, a checkpoint is written at the end.
 
@@ -442,7 +441,7 @@ class Cluster:
         self._write_if_due(is_last=True)
 
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
-        """Write a checkpoint between two steps if :meth:`resume` promises one; remove old checkpoints.
+        """Write a checkpoint if :meth:`resume` or an argument requires one after this step; remove old ones.
 
         A failed write causes a warning, or a CheckpointError if ``is_last``.
         """
@@ -507,7 +506,7 @@ class Cluster:
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
 
-        A loop over training batches cannot continue after this call: the script must leave it.
+        After this call, leave the running loop over training batches: its next batch is a RuntimeError.
 
         Args:
             objects: the same objects as for :meth:`save`, in the same order, or none.
@@ -598,7 +597,7 @@ class Distributed(nn.Module):
         self._loop = loop
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Call the module; on a cluster, through DDP while gradients are enabled."""
+        """Call the module. On a cluster, the call passes through DDP if gradients are enabled."""
         inputs = args[0] if len(args) == 1 and not keywords else None
         module = self._loop.module_to_call(inputs) if torch.is_grad_enabled() else self.module
         return module(*args, **keywords)

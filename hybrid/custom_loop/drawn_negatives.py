@@ -11,14 +11,14 @@ from hybrid.primitives.key_hashes import next_random, splitmix64
 class Negatives:
     """Item ids drawn in each step, with replacement, for ``negatives`` of :meth:`Cluster.batches`.
 
-    The draws of a step depend only on the arguments, ``run.seed``, the step and the name of their column. So
-    they are the same for any number of trainers and workers, and after a restart. Every trainer draws all
+    The draws of a step depend only on the arguments, ``run.seed``, the step and the name of the column, and
+    so are the same for any number of trainers and workers, and after a restart. Every trainer draws all
     ids, and looks up all of their rows.
 
     Args:
         number: number of draws per step, at most the number of items.
         log_q: logarithm of the probability of each item, (items,), up to a constant: zeros for uniform draws,
-            ``hybrid.models.two_towers.log_popularity(...)`` for draws by frequency, -inf for no draws.
+            ``hybrid.models.two_towers.log_popularity(...)`` for draws by frequency; -inf excludes an item.
 
     Raises:
         ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is no vector, is empty,
@@ -36,7 +36,7 @@ class Negatives:
         self._cumulative_I = cumulative_I / cumulative_I[-1]
 
     def columns(self, name: str, seed: int, step: int) -> dict[str, Tensor]:
-        """Return the columns of a step: ids (N,) as ``name``, and the ids' ``log_q`` as ``name.log_q``."""
+        """Return the columns of a step: ids (N,) as ``NAME``, and their ``log_q`` as ``NAME.log_q``."""
         counters_N = np.arange(self._number, dtype=np.uint64)
         counters_N += next_random(np.array([random_salt(seed, name)], np.uint64) + np.uint64(step))
         bits_N = splitmix64(counters_N) >> np.uint64(11)

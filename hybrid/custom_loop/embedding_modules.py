@@ -4,7 +4,7 @@ The workers hold and update the rows, so rows are no parameters of the module. D
 call its tables.
 
 Each table has an optimizer from a function below, which raises ValueError for an argument out of range.
-Arguments that ``torch.optim`` has, too, have the same names. ``Momentum`` is its ``SGD`` with momentum.
+Arguments that ``torch.optim`` has, too, have the same names. ``Momentum`` is torch's SGD with momentum.
 With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step
 updates only the rows that its batch reads. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
@@ -42,7 +42,7 @@ def SGD(lr: float, weight_decay: float = 0.0, *, all_rows: bool = False) -> Opti
 def Momentum(
     lr: float, momentum: float = 0.9, weight_decay: float = 0.0, *, all_rows: bool = False
 ) -> OptimizerSpec:
-    """SGD with momentum; the buffer of a row changes only when the row is updated."""
+    """SGD with momentum. Without ``all_rows``, only steps that read a row change its momentum."""
     return _optimizer_spec("momentum", lr, momentum=momentum, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -66,7 +66,7 @@ def Adam(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with a step count per row."""
+    """Adam; the step count of each row, for bias correction, counts the updates of this row."""
     return _optimizer_spec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -78,7 +78,7 @@ def AdamW(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with decoupled weight decay, and a step count per row."""
+    """Adam with decoupled weight decay; step counts as in :func:`Adam`."""
     return _optimizer_spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -138,8 +138,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: equal for two calls of a table with the same, unchanged tensors. Such calls share their vectors.
-            Calls with other tensors have other keys while this call exists.
+        key: equal for two calls of a table with the same tensors, unchanged in between. Such calls share
+            one lookup. A call keeps its tensors in memory, so no call with other tensors gets the same key.
     """
 
     module: TableModule
@@ -153,7 +153,7 @@ class TableCall:
 
 
 def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """Return address and layout of a tensor, and a number that differs after a change in place."""
+    """Return address and layout of a tensor, and a number that changes with each change in place."""
     if tensor is None:
         return None
     # Inference tensors have no version counter.
@@ -171,13 +171,13 @@ class TableModule(nn.Module):
             row for each new id. An id is then any 64-bit integer.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
         padding_idx: id of padding, whose vector is zeros; bags skip it.
-        init_scale: scale of the initial rows; by default 1 / sqrt(rows). A growing table takes ``max_rows``
-            as the number of rows, or a million if there is no limit.
+        init_scale: scale of the initial rows; by default 1 / sqrt(rows). For a growing table, ``rows`` is
+            its ``max_rows``, or a million without this limit.
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
         dtype: type of the stored rows: None for ``train.dtype``, or ``torch.bfloat16``. Updated bfloat16 rows
             are rounded up or down at random. A call returns ``train.dtype`` in both cases.
-        ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
+        ids: names of the columns that the module passes to the table, such as ``"user"``. These are looked
             up before the module runs; other ids are looked up when the module calls the table. A nested
             column has a name like ``"features['user']"``, and a column of a tuple has its index as the name,
             such as ``"0"``. If the batch is one tensor, the name is ``""``.
@@ -291,7 +291,7 @@ class TableModule(nn.Module):
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
-        """Set the name, and the loop that looks up vectors; RuntimeError if the table already has a loop."""
+        """Set the name, and the loop that looks up vectors. RuntimeError if the table has a loop."""
         if self._loop is not None:
             raise RuntimeError(f"table {self.name} is already distributed: build the module again")
         self.name, self._loop = name, loop
@@ -304,9 +304,9 @@ class TableModule(nn.Module):
         return self.__dict__
 
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
-        """Return a call for each column named in ``self.ids``, with its column of weights if there is one.
+        """Return a call for each column that ``self.ids`` names, with weights if ``self.weights`` names them.
 
-        In training, missing columns are a DataError; in evaluation, their calls are left out.
+        If ``columns`` lacks the column of a call, evaluation skips the call; training raises DataError.
         """
         missing = [name for name in (*self.ids, *self.weights) if name not in columns]
         if missing and torch.is_grad_enabled():
@@ -316,11 +316,11 @@ class TableModule(nn.Module):
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
-        """Return the arguments of ``forward`` as a call."""
+        """Return a :class:`TableCall` of the arguments of ``forward``."""
         return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
-        """Return the lookup of a call: the table's name, and row numbers or keys without padding."""
+        """Return what a call looks up: the table's name, and row numbers or keys of ids except padding."""
         # Bags that the module pools itself have flat ids without offsets.
         if self.pooling is None or (call.offsets is None and call.ids.dim() == 1):
             is_padding = self._is_padding(call.ids)
@@ -373,7 +373,7 @@ class Embedding(TableModule):
 
         Raises:
             DataError: an id is not a row of the table.
-            RuntimeError: not distributed; or called outside a batch without ``torch.no_grad()``.
+            RuntimeError: the table is not distributed, or gradients are enabled without a training batch.
             TypeError: ``ids`` are not integers.
         """
         call = self.call(ids)
@@ -450,8 +450,8 @@ class EmbeddingBag(TableModule):
         Args:
             ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
             offsets: where each bag starts.
-            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". For
-                weights that require gradients, rows are not prefetched, and the trainer pools them.
+            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". If the weights
+                require gradients, the rows are looked up in this call, and the trainer pools the bags.
 
         Raises:
             DataError, ValueError: the arguments do not match, or there are weights and ``mode`` is not "sum".
@@ -467,7 +467,7 @@ class EmbeddingBag(TableModule):
         return pooled_ND.index_add(0, bags_L, rows_LD * weights_L.to(rows_LD).unsqueeze(1))
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
-        """Return the arguments of ``forward`` as a call; DataError or ValueError if they do not match."""
+        """Return a :class:`TableCall`; DataError or ValueError if ids, offsets and weights do not match."""
         if isinstance(weights, Jagged):
             if isinstance(ids, Jagged) and ids.offsets.tolist() != weights.offsets.tolist():
                 raise DataError(f"table {self.name}: the weights have other offsets than the ids")
@@ -502,7 +502,7 @@ def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor | nn.Modu
     """Copy a module to the CPU, and replace each table in the copy.
 
     Args:
-        rows_of: returns the rows of a table, for a module of ``torch.nn``; or the module that replaces it.
+        rows_of: returns a table's rows, from which a ``torch.nn`` module is made, or a module for its place.
     """
     copies: dict[int, nn.Module] = {}
     for table in net.modules():

@@ -93,7 +93,7 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches; padded with one sample if it is empty.
         size: number of samples of the slice, without padding.
         global_size: number of samples of the batch, over all trainers.
-        checksum: :func:`checksum` of the global batch; 0 with one trainer, or if no trainer reads all of it.
+        checksum: :func:`checksum` of the global batch; 0 with one trainer, prepared data or a stream.
         drawn: the columns of :class:`Negatives`, equal on all trainers and in all micro-batches.
     """
 
@@ -106,7 +106,7 @@ class LocalBatch:
 
     @cached_property
     def columns(self) -> Any:
-        """``values`` and the ``drawn`` negatives, if any, in one dict; DataError if they cannot be joined."""
+        """``values``, with the ``drawn`` negatives added, if any. DataError if they cannot be added."""
         if not self.drawn:
             return self.values
         if not isinstance(self.values, Mapping) or self.drawn.keys() & self.values.keys():
@@ -163,7 +163,7 @@ class LocalBatch:
 
 
 def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBatch]:
-    """Yield a trainer's slices; DataError if a batch is invalid, or samples of a group are not adjacent."""
+    """Yield this trainer's slices. DataError if a batch is invalid, or a group is not contiguous."""
     whole, num_trainers = slicing.whole, slicing.num_trainers
     for number, batch in enumerate(batches):
         size, ends_G = size_of(batch), None
@@ -182,7 +182,7 @@ def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBat
 
 
 def global_batches(data: Any, slicing: Slicing) -> Iterator[Any]:
-    """Yield the batches of ``data``, one batch or an iterable; regroup them if ``slicing.size`` is set.
+    """Yield the batches of ``data``, one batch or an iterable of batches. ``slicing.size`` sets a new size.
 
     Raises:
         DataError: ``data`` has another type, batches cannot be joined, or a group is larger than a batch.
@@ -243,7 +243,7 @@ def _group_column(batch: Any, whole: str) -> npt.NDArray[np.generic]:
 
 
 def size_of(batch: Any) -> int:
-    """Return the number of samples in a batch; DataError if there are no tensors, or their numbers differ."""
+    """Return the number of samples in a batch; DataError if there are no tensors, or sizes differ."""
     columns = _columns(batch)
     sizes = [len(c.offsets) - 1 if isinstance(c, Jagged) else len(c) for _, c in columns]
     if not sizes:
@@ -276,7 +276,7 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``, or of batches in a list of batches; -1 if unknown."""
+    """Return the number of samples in ``data``; for a list of batches, of batches; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     if isinstance(data, DataLoader):
@@ -299,14 +299,14 @@ def count_batches(data: Any, slicing: Slicing) -> tuple[int, int]:
 def cut_last(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
     """Yield the batches. If ``size`` is not 0, cut batch number ``num_steps`` (from 1) to ``size`` samples.
 
-    So ``hybrid compare`` tests a smaller last batch, even if its steps end before the last batch of the data.
+    ``hybrid compare`` calls this so that its last step has a smaller batch, as at the end of the data.
     """
     for number, batch in enumerate(batches, 1):
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return samples ``start : stop`` of a batch of ``size`` samples; if there are none, another sample."""
+    """Return samples ``start : stop`` of ``size`` samples; one neighboring sample if start is stop."""
     first, last = padding_bounds(size, start, stop, 1)
     return cut(batch, first, last) if first < last else cut(batch, start, stop)
 
@@ -375,7 +375,7 @@ def _columns(batch: Any) -> list[tuple[str, Any]]:
 def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") -> Any:
     """Return a batch like ``batches``, with the results of ``function`` in place of the columns.
 
-    The arguments are the path of a column, and the column of each batch. A column is a tensor, a
+    ``function`` gets the path of a column, and this column of each batch. A column is a tensor, a
     :class:`Jagged`, or a list or tuple of texts or numbers. Scalars, single texts and None stay as they are.
 
     Raises:
@@ -445,7 +445,7 @@ class EncodedData:
         return self.input_spec.dense_features
 
     def check_names(self, *, has_groups: bool) -> None:
-        """Raise ConfigError if two columns of a batch would have the same name."""
+        """Raise ConfigError if two columns have one name. ``has_groups``: whether ``group`` is a column."""
         tasks = self.config.all_tasks
         names = [DENSE, *tasks, *(f"{task}.weights" for task in tasks), *self.num_rows]
         names += [GROUP] if has_groups else []
@@ -482,11 +482,11 @@ class PreparedData(EncodedData):
         return self.dataset.num_samples
 
     def slices(self, slicing: Slicing, epoch: int = 0, first_sample: int = 0) -> Iterator[LocalBatch]:
-        """Yield a trainer's slice of each batch of pass ``epoch``, starting at ``first_sample``.
+        """Yield a trainer's slice of each batch, from ``first_sample`` on. ``epoch`` seeds the shuffle.
 
         Raises:
             DataError: ``slicing.whole`` is neither None nor "group". With "group": the data have no groups,
-                are shuffled by lanes, or have a group that is larger than a batch.
+                a group is larger than a batch, or ``data.shuffle`` shuffles by lanes.
         """
         if slicing.whole not in (None, GROUP):
             raise DataError(

@@ -35,7 +35,7 @@ _MAX_SAMPLES = 1 << 48  # of a pass
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, or another object whose state consists of JSON values and tuples."""
+    """An optimizer, or an object with a state of JSON values and tuples, such as a scheduler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 @dataclass
 class LoopProgress:
-    """The position of a script: its epoch, pass, and samples in the pass."""
+    """The epoch, pass and sample that a script has reached, and results that a restarted script needs."""
 
     epoch: int = 0  # index of the epoch, see Cluster.epochs
     first_pass: int = 0  # index of the epoch's first pass over training batches
@@ -119,7 +119,7 @@ class PassHistory:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed script is between two passes, and repeats calls that precede its checkpoint."""
+        """Whether a resumed script has not yet entered the pass in which its checkpoint was written."""
         is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
         return is_before and self.before != LoopProgress()
 
@@ -139,7 +139,7 @@ class PassHistory:
         self.now.lengths += (length,)
 
     def resume(self, before: LoopProgress, source: str) -> None:
-        """Continue from the progress in checkpoint ``source``; warn of initial settings that have changed."""
+        """Continue from ``before``, the progress of checkpoint ``source``; warn if settings differ."""
         self.before = before
         names = sorted(before.start.keys() | self.now.start.keys())
         pairs = [(name, before.start.get(name), self.now.start.get(name)) for name in names]
@@ -153,7 +153,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return the settings that a resumed script should not change; keys are descriptions for messages.
+    """Return the settings that a resumed script should not change. Keys describe settings in messages.
 
     These are all settings of optimizers and schedulers and, if the net has dropout, the number of trainers.
     DataError if the state of an object has a value that a checkpoint cannot store.
@@ -182,7 +182,7 @@ def _has_dropout(module: nn.Module) -> bool:
 def pack_state(
     net: nn.Module, objects: Sequence[Stateful], progress: LoopProgress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of the module and the optimizers, and the fields of the manifest's progress.
+    """Return the tensors of module and optimizers, and all other values as JSON for the manifest.
 
     DataError if the state of an object has a value that a checkpoint cannot store.
     """
@@ -258,9 +258,9 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 
 
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
-    """Return whether the entries of a stored state have the types of ``current``; dicts may lack entries.
+    """Return whether the stored state ``value`` has the structure and types of the state ``current``.
 
-    Further entries must be numbers. Without ``has_more``, the outermost dict has no further entries.
+    Dicts of ``value`` may lack keys. Extra keys must have numbers; ``has_more`` permits them at the top.
     """
     if isinstance(current, dict):
         return isinstance(value, dict) and all(

@@ -38,7 +38,7 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if a learning rate has changed, while section [schedule] keeps the tables' rates constant.
+        """Warn if the script has changed a learning rate, but [schedule] keeps those of tables constant.
 
         Raises:
             RuntimeError: the momentum or the betas have changed, and the optimizer of a table has momentum.

@@ -20,7 +20,7 @@ _FIELDS = {*NO_NUMBERS, "step", "time"}
 
 
 class ScriptLog:
-    """The log of a script that starts, or resumes after ``step`` steps. Records of later steps are deleted.
+    """The log of a script that starts (``step`` 0) or resumes after ``step`` steps. Deletes later records.
 
     Raises:
         ConfigError: a logger of the configuration cannot be loaded (:class:`RunLoggers`).
@@ -43,8 +43,8 @@ class ScriptLog:
     def append(self, step: int, values: Mapping[str, float], is_replaying: bool) -> None:
         """Append the values of a step, unless the script recorded them before its restart.
 
-        At the step of the checkpoint, values are skipped if a record of this step has the same names. If
-        ``is_replaying`` (the script repeats calls of earlier steps), records of earlier steps count, too.
+        A restarted script repeats calls of the checkpoint's step. Values are skipped if an old record of this
+        step has the same names. With ``is_replaying``, an old record of any step with these names is enough.
 
         Raises:
             ValueError: a value has the name of a field that all records have, such as ``step``.
@@ -58,7 +58,7 @@ class ScriptLog:
         self._loggers.log(step, values)
 
     def finish(self) -> None:
-        """End the recording when the script ends; an unhandled exception marks the run as failed."""
+        """End the recording at the end of the script. An unhandled exception marks the run as failed."""
         if hasattr(sys, "last_type") or sys.exc_info()[0] is not None:
             self._loggers.finish(None, FAILED_SECONDS)
         else:

@@ -8,7 +8,8 @@
       │                                     ACCUMULATED ──► LATER_FORWARD   COMPLETE
       └──────────────────────────── end of the batch ──────────────────────────┘
 
-If a script leaves the pass in BACKWARD, ACCUMULATED, LATER_FORWARD or REDUCED, its state is INCOMPLETE.
+"last" means the last micro-batch of a step. If a script leaves the pass in BACKWARD, ACCUMULATED,
+LATER_FORWARD or REDUCED, the state becomes INCOMPLETE.
 """
 
 from collections.abc import Mapping
@@ -31,14 +32,14 @@ class StepState(StrEnum):
 
 
 class StepCall(NamedTuple):
-    """A call by the script, by autograd or by the loop itself, which only some states permit."""
+    """A call that only some states permit. The script, autograd or the loop makes it."""
 
     transitions: Mapping[StepState, StepState]  # the state after the call, for each state that permits it
     error: str = "a loop does not make this call"  # the error in other states
     errors: Mapping[StepState, str] = {}  # errors for some states, instead of ``error``
 
     def state_after(self, state: StepState, step: int) -> StepState:
-        """Return the state after the call; RuntimeError, which names ``step``, if ``state`` forbids it."""
+        """Return the state after a call in ``state``. RuntimeError if ``state`` does not permit the call."""
         if state not in self.transitions:
             raise RuntimeError(self.errors.get(state, self.error).format(step=step))
         return self.transitions[state]

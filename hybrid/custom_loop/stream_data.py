@@ -94,7 +94,7 @@ class StreamData(EncodedData):
         return True
 
     def slices(self, slicing: Slicing) -> Iterator[LocalBatch]:
-        """Yield this trainer's slice of each step of the unit; in a topic, of the steps whose rows exist."""
+        """Yield this trainer's slice of each step whose rows exist: in files, of all steps of the unit."""
         assert self._batches is not None
         empty, num_tasks = Batch.empty(*self.input_spec.sizes), len(self.config.all_tasks)
         batches = islice(self._batches, self._cursor.num_ready)
@@ -106,7 +106,7 @@ class StreamData(EncodedData):
             yield LocalBatch(values, size, batch.global_size, slicing)
 
     def advance_to(self, step: int) -> None:
-        """Move the position to ``step``. End the unit if it had fewer steps than :meth:`open` expected."""
+        """Record that ``step`` steps are taken. End the unit if it had fewer steps than expected."""
         self._advance(step)
         if self._cursor.num_ready:  # the rows of the unit have ended earlier
             self._end_unit()
@@ -165,7 +165,7 @@ class StreamData(EncodedData):
             check_unchanged(self._cursor.unit.files, SINCE_CHECKPOINT)
 
     def scale_as(self, stored: Checkpoint) -> None:
-        """Scale numeric columns as in the training of a loaded checkpoint, if it has an encoder."""
+        """Scale numeric columns as in checkpoint ``stored``, if it contains an encoder of columns."""
         if storage.exists(stored.files_folder / FILE_NAME):
             before = FeatureEncoder.load(stored.files_folder, with_values=False)
             self._set_encoder(with_scaling_of(self.config, before, self._encoder))

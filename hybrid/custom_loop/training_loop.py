@@ -76,7 +76,7 @@ _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 @cache
 def _call_before_steps() -> None:
-    """Register, once per process, a hook that notifies every loop before a step of any optimizer.
+    """Call each loop's ``before_optimizer_step`` before a step of any optimizer; one hook per process.
 
     The hook is never removed, since that could disturb an optimizer that iterates over its hooks.
     """
@@ -99,7 +99,7 @@ class CallVectors:
 
 @dataclass
 class CurrentBatch:
-    """The batch or micro-batch that the script has, and its lookups."""
+    """The batch or micro-batch that the script works on, and the lookups of this batch."""
 
     ticket: Ticket
     # Without samples if the script calls the module on its own tensors.
@@ -129,7 +129,7 @@ class TrainingLoop:
         warnings: warnings about the script.
         optimizers: the optimizers of the module's parameters, in the order of first use.
         pass_sizes: the sizes of the slices of the latest pass.
-        is_saving: whether the state dict of the module may be read, which would fail in the script.
+        is_saving: True while a checkpoint reads the module's state dict; else reading it is an error.
     """
 
     def __init__(self, backend: Backend, net: nn.Module) -> None:
@@ -323,7 +323,7 @@ class TrainingLoop:
                 self.advance(step_states.LEAVE_PASS)
 
     def flush(self) -> None:
-        """Wait until workers have all gradients; RuntimeError between a step's first backward and its end."""
+        """Wait until workers have all gradients. RuntimeError from ``backward`` to the end of a step."""
         step_states.FLUSH.state_after(self._state, self.step)
         self._engine.flush()
 
@@ -376,11 +376,11 @@ class TrainingLoop:
     def module_to_call(self, inputs: Any) -> nn.Module:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
-        Some modules fail with few samples. So the first call on a cluster tests a copy of the module with as
-        few samples as this trainer will get of a smaller last batch, unless ``whole`` is set.
+        If the last batch of the data is smaller, the first call on a cluster first tests a copy of the module
+        with as few samples as this trainer will get of it. Batches with ``whole`` are not tested.
 
         Raises:
-            DataError: the copy fails with the few samples, but not with the samples of the first batch.
+            DataError: the copy fails with these few samples, but not with the samples of the first batch.
         """
         last, self._last_size = self._last_size, 0
         batch = None if self._training is None else self._training.batch
@@ -522,9 +522,9 @@ class TrainingLoop:
         """Scale or drop the gradients before a step of the module's optimizer; ignore other optimizers.
 
         Raises:
-            NonFiniteError: a gradient is not finite (``train.non_finite``).
-            RuntimeError: there are no gradients of a new batch, or the optimizer has parameters outside the
-                module, or its momentum has changed and a table has momentum.
+            NonFiniteError: a gradient is not finite, and ``train.non_finite`` is "stop".
+            RuntimeError: there are no gradients of a new batch; the optimizer has parameters outside the
+                module; or the script has changed the optimizer's momentum, and a table has momentum, too.
         """
         module_ids = {id(parameter) for parameter in self.model.net.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
