@@ -38,7 +38,7 @@ class AppendOnlyFile:
         self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
-        """Append a record of metrics.jsonl, with the time. Numbers that are not finite become null."""
+        """Append a record of metrics.jsonl with the current time. Numbers that are not finite become null."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         self.write(f"{json.dumps(replace_non_finite(record), allow_nan=False)}\n".encode())
 

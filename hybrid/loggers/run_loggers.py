@@ -61,7 +61,7 @@ class RunLoggers:
         self._call("log", step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def finish(self, result: Mapping[str, Any] | None, seconds: float = _SILENT_SECONDS) -> None:
-        """End the recording; pass ``result`` to :meth:`RunLogger.finish`. Wait up to ``seconds`` in all."""
+        """End the recording (:meth:`RunLogger.finish`). Wait at most ``seconds`` for all loggers together."""
         self._call("finish", result)
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -104,7 +104,7 @@ class _LoggerThread(threading.Thread):
         self.start()
 
     def call(self, method: str, args: tuple[object, ...]) -> None:
-        """Queue a call of a method for the thread; set ``failure`` if the logger does not respond."""
+        """Queue a call of the logger's ``method``. If the logger does not respond, set ``failure``."""
         try:
             self._calls.put_nowait((method, args))
         except Full:
