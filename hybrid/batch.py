@@ -112,11 +112,11 @@ class Batch(NamedTuple):
         total_ranking_weights: ``totals_T``, float64, sums over all trainers of the ranking weights
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
-        local_size: number of samples, without those that :func:`padding_bounds` adds; 0 if no
-            ``BatchLoader`` has read the batch.
+        local_size: number of samples without padding (:func:`padding_bounds`), set by ``BatchLoader``; 0 in
+            other batches.
         event_time: largest event time of the samples, in seconds since 1970, or -inf if there is none;
             ``align_batches`` replaces it by the largest over the slices of all trainers.
-        checksum: always 0, for no checksum: only custom loops compute checksums, for their own batches.
+        checksum: always 0. Only the batches of custom loops have a checksum (``LocalBatch``).
     """
 
     dense_features: Tensor
@@ -206,8 +206,8 @@ def slice_bounds(
 def padding_bounds(size: int, start: int, stop: int, min_size: int) -> tuple[int, int]:
     """Return start and stop of the samples that extend the slice ``start : stop`` to ``min_size`` samples.
 
-    A custom loop thus gives its net at least one sample, and ignores its results for added samples. The
-    added samples follow the slice, or precede it if too few of the batch's ``size`` samples follow.
+    The added samples follow the slice, or precede it if too few of the batch's ``size`` samples follow.
+    Custom loops add a sample to an empty slice, since a net may not accept a batch without samples.
     """
     missing = max(0, min(min_size, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)
@@ -220,7 +220,7 @@ def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
 
 
 def by_task(values: Tensor, num_tasks: int) -> Tensor:
-    """Return labels or weights as (B, T). With one task, the argument may be (B,)."""
+    """Return labels or weights in shape (B, T). ``values`` may be (B,) if there is one task."""
     return values.view(len(values), num_tasks)
 
 

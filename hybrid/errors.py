@@ -63,7 +63,7 @@ class CheckpointError(HybridError):
 
 
 class StorageError(HybridError, OSError):
-    """A store refuses a request, or the system refuses a path. It is an OSError, as errors of the disk are.
+    """A store refuses a request, or the operating system refuses a path; also an OSError.
 
     Args:
         message: the path, the action, the reason, and what to do.
@@ -101,7 +101,7 @@ def error_class(name: str) -> type[Exception]:
 def describe_exception(error: Exception) -> str:
     """Return the class name (:func:`error_kind`) and message of an exception as text for another process.
 
-    RPC adds text around it; :func:`parse_exception` finds class name and message in the result.
+    :func:`parse_exception` finds both again, even if RPC has added text before this text.
     """
     return f"{_PREFIX}{error_kind(error)}: {error}"
 
@@ -127,7 +127,7 @@ def most_similar(name: str, names: Iterable[str]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text; its class name without text, or if ``__str__`` fails."""
+    """Return the first line of an exception's text, or its class name if the text is empty or unavailable."""
     text = ""
     with suppress(Exception):
         text = str(error)

@@ -75,10 +75,10 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Return metrics by name, or by ``task.metric`` for several tasks; ConfigError if a metric fails.
+        """Return metrics by name (``TASK.METRIC`` for several tasks). ConfigError if a custom metric fails.
 
         Args:
-            is_weighted: whether samples count by their weights; samples of weight 0 are always left out.
+            is_weighted: whether metrics use the weights of samples. Samples of weight 0 are always left out.
         """
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
@@ -118,7 +118,7 @@ def task_metrics(
         weights_N: weights above 0; None for equal weights. Ranking metrics and custom metrics ignore them.
 
     Raises:
-        ConfigError: a custom metric cannot be imported, takes other arguments, fails, or returns no number.
+        ConfigError: a custom metric cannot be imported, has other parameters, fails, or returns no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
@@ -161,9 +161,9 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
 
 
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """Return float64 probabilities, (N, C) for C classes; for regression, numbers; for retrieval, scores.
+    """Convert outputs to predictions, float64: probabilities, (N, C) for C classes; unchanged for regression.
 
-    A score is the dot product of the two halves of the outputs, which are vectors of a user and of an item.
+    For retrieval, a prediction is the dot product of the two halves of an output: user and item vectors.
     """
     if task.kind == "binary":
         return probabilities(outputs_N)
@@ -337,7 +337,7 @@ class Ranking:
         """Return the mean over groups of the gain of the first ``k`` samples, divided by the largest gain.
 
         The gain is the sum of label / log2(1 + rank), with ranks from 1 (Järvelin and Kekäläinen 2002). The
-        largest gain is that of the order by labels. The result is NaN if a label is negative.
+        largest gain results if samples are sorted by label. The result is NaN if a label is negative.
         """
         if (self.labels_N < 0).any():
             return float("nan")
@@ -347,7 +347,7 @@ class Ranking:
         return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * ideal_N))
 
     def recall(self, k: int) -> float:
-        """Return the mean over groups of the sum of the first ``k`` labels, divided by that of all labels."""
+        """Return the mean over groups of the sum of the first ``k`` labels, divided by the sum of all."""
         labels_N = self.tie_labels_R[self.ties_N]
         found_G = _sums(self.groups_N, np.where(self.ranks_N < k, labels_N, 0))
         return _mean_ratio(found_G, _sums(self.groups_N, self.labels_N))
