@@ -180,7 +180,7 @@ class Cluster:
                 group are not adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
                 or the script did not complete the step of a batch.
-            ValueError: ``size`` is below 1, or missing for ``drop_last``; or a stream is given one of them.
+            ValueError: ``size`` is below 1; ``drop_last`` lacks it; a stream gets size, whole or drop_last.
         """
         if isinstance(data, StreamData):
             if size is not None or whole is not None or drop_last:

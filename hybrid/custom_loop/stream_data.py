@@ -106,7 +106,7 @@ class StreamData(EncodedData):
             yield LocalBatch(values, size, batch.global_size, slicing)
 
     def advance_to(self, step: int) -> None:
-        """Record that ``step`` steps are taken. End the unit if it had fewer steps than expected."""
+        """Record that ``step`` steps are taken. End the unit if it had fewer steps than ``open`` found."""
         self._advance(step)
         if self._cursor.num_ready:  # the rows of the unit have ended earlier
             self._end_unit()
