@@ -1,4 +1,4 @@
-"""A check of the first files of a run, before its processes start."""
+"""A check of the columns in the input of a run, before the processes of the run start."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hybrid.storage import files as storage
 def check_columns(config: RunConfig) -> None:
     """Check the columns of the first non-empty file of each side table and each split.
 
-    For a topic, check ``data.columns`` instead; the files of a stream may be missing. Raise ConfigError if a
-    column is missing or not allowed, or the configuration is invalid. Raise DataError or StorageError if a
-    file is missing or unreadable; DataError if it has a required column twice, or a side table is empty.
+    If the input is a Kafka topic, check ``data.columns`` instead of files of splits. Files of a stream may be
+    missing. Raise ConfigError if a column is missing or not allowed, or the configuration is invalid. Raise
+    DataError or StorageError if a file is missing, unreadable or has a required column twice.
     """
     data = config.data
     if data.format == "synthetic":

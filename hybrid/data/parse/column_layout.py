@@ -35,7 +35,7 @@ _NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TableBlock(NamedTuple):
-    """Consecutive rows of one file."""
+    """Consecutive rows of one file: the columns of valid rows, and a list of invalid rows."""
 
     columns: dict[str, pa.Array]  # the required columns by name, n rows each
     lines: npt.NDArray[np.int64]  # int64 (n,), 1-based line (Parquet: row) in the segment
@@ -48,7 +48,7 @@ class TableBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns to read from an input file, and the format of its fields."""
+    """The columns to read from an input file, and the format of the file."""
 
     data: DataSection  # the section [data], with the names of columns that the format defines
     # dense, sparse: the columns that the model reads.
@@ -73,9 +73,9 @@ class Layout:
         with_labels: bool = True,
         passthrough: Sequence[tuple[str, str]] = (),
     ) -> Layout:
-        """Return the layout of a configuration; ``passthrough`` are pairs (key, column) to read in addition.
+        """Return the layout of a configuration. Raise ConfigError if values are invalid, or conflict.
 
-        Raise ConfigError if a value of a section is invalid, or two values conflict.
+        ``passthrough`` are columns to read in addition, as pairs (configuration key, column name).
         """
         is_criteo = data.format == "criteo"
         if is_criteo:
@@ -115,21 +115,21 @@ class Layout:
 
     @property
     def delimiter(self) -> str:
-        """The delimiter of lines to parse: ``data.delimiter``, or one character that replaces longer text."""
+        """``data.delimiter`` if it is one character, else the character that replaces it before parsing."""
         return self.data.delimiter if len(self.data.delimiter) == 1 else "\x1f"
 
     @property
     def without_holdouts(self) -> Layout:
-        """This layout without data.split and data.validation, for files whose rows belong to one split."""
+        """A copy for files whose rows all belong to one split: data.split and data.validation are "none"."""
         data = dataclasses.replace(self.data, split="none", validation="none")
         return dataclasses.replace(self, data=data)
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
         """Check that each column to read is in the file at ``path``, which has the columns ``names``.
 
-        A folder ``NAME=VALUE`` of the path, or a side table, may have the column instead. Raise ConfigError
-        if a column is missing, unless it is in ``optional`` and not in ``passthrough``, or if both the file
-        (or its path) and a side table have it. Raise DataError if the file has the column twice.
+        A folder ``NAME=VALUE`` of the path, or a side table, may provide a column instead. Columns in
+        ``optional`` may be missing, except those of ``passthrough``. Raise ConfigError if another column is
+        missing, or if a side table also has it. Raise DataError if the file has a column to read twice.
         """
         known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.keys_and_columns:
@@ -160,9 +160,9 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return the section [data] for ``files`` that a trained model reads; none of their rows is held out.
+    """Return the section [data] to read ``files`` for a model that was trained with ``config``.
 
-    Raise ConfigError if the files are CSV, and a multi-hot column has no separator.
+    The section holds out no rows. Raise ConfigError if a multi-hot column of CSV files has no separator.
     """
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files

@@ -1,7 +1,7 @@
 """Delimited text, plain or compressed, in blocks of columns with exact line numbers.
 
-pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. If a
-quoted field has line breaks, its lines are one invalid row. Any other open quote invalidates only its line.
+pyarrow parses a block of complete lines in one thread, every field as a string. A valid row is one line. A
+row with a line break within quotes is invalid. A quote that is never closed invalidates only one line.
 """
 
 import csv
@@ -60,7 +60,7 @@ def read_lines(
 
     Args:
         start, stop: results of :func:`find_record_start`, or 0 and None for the start and end of the file.
-        block_bytes: number of bytes to read at once, which limits the size of a block.
+        block_bytes: number of bytes to read at once.
 
     For errors, see :func:`hybrid.data.parse.sources.read_segment`.
     """
@@ -81,10 +81,10 @@ def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> I
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the rows of text that arrives in chunks. Complete rows do not wait for the next chunk.
+    """Yield the rows of text that arrives in chunks. Yield all complete rows before reading the next chunk.
 
-    Messages name ``path``. Raise ConfigError if a required column is missing. Raise DataError if the text is
-    no plain text, or has a line of more than 16 MiB, an unusable header or a required column twice.
+    ``path`` is a name for messages. Raise ConfigError if a required column is missing. Raise DataError if the
+    text is compressed or binary, or has a line of over 16 MiB, no usable header or a required column twice.
     """
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
@@ -106,10 +106,10 @@ def parse_lines(text: bytes, layout: Layout) -> TableBlock:
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return the position of the first row that is not complete in the first ``at`` bytes of a plain text.
+    """Return a position in a plain text at which a row starts: ``at``, or a position shortly before ``at``.
 
     If a line has more than 16 MiB before ``at``, return ``at``; the error is raised when the line is parsed.
-    For other errors, see :func:`read_header`. If a read fails, raise DataError or StorageError.
+    Raise the errors of :func:`read_header`, and DataError or StorageError if a read fails.
     """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
@@ -130,7 +130,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
 def _parse_blocks(
     path: StoragePath, head: bytes, blocks: Iterator[bytes], layout: Layout, is_start: bool
 ) -> Iterator[TableBlock]:
-    """Parse blocks of lines; ``head`` is the start of the file, and ``is_start`` whether they begin there."""
+    """Parse blocks of lines. ``head`` has the header. ``is_start``: whether the blocks include ``head``."""
     names, header_lines = read_header(path, head, layout)
     line, rest = 1, b""
     for block in chain(blocks, [b""]):  # an empty block marks the end
@@ -146,7 +146,7 @@ def _parse_blocks(
 
 
 def _count_complete(text: bytes, names: Sequence[str], layout: Layout) -> int:
-    """Return the number of bytes before the first row of ``text`` that may end after it."""
+    """Return the number of bytes before the first row of ``text`` that may continue in the next block."""
     if b'"' in text[-MAX_RECORD_BYTES:]:
         lines = _Lines(text, names, layout)
         first = int(np.searchsorted(lines.starts, len(text) - MAX_RECORD_BYTES))
@@ -161,10 +161,10 @@ class _Lines:
 
     Args:
         names: the column names by position; a name may occur twice.
-        joins_lines: whether an open quote can join lines, which are one invalid row.
+        joins_lines: whether a row with an open quote may continue in the next lines; such rows are invalid.
 
     Attributes:
-        keep: which lines are rows: at first all of them, in the end only valid rows.
+        keep: a mask of lines, at first all true. ``parse`` clears it for blank lines and invalid rows.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Lines:
         return self._text[self.starts[i] : self._ends[i]]
 
     def parse(self, first_line: int) -> TableBlock:
-        """Return the rows; the first of these lines is line ``first_line`` of the file, counted from 1."""
+        """Return the rows. ``first_line`` is the 1-based number of line 0 within the segment."""
         lengths, first = self._ends - self.starts, self._bytes[self.starts]
         self.keep &= lengths > 0
         # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no
@@ -232,7 +232,7 @@ class _Lines:
         return ""
 
     def _find_record_end(self, i: int) -> int:
-        """Return the last line of the row with an open quote in line ``i``; ``i`` if the quote stays open."""
+        """Return the last line of the row with an open quote in line ``i``; ``i`` if it is never closed."""
         stop = np.searchsorted(self.starts, self.starts[i] + MAX_RECORD_BYTES) if self._joins_lines else i
         lines = (self._line(number).decode() + "\n" for number in range(i, stop))
         reader = csv.reader(lines, delimiter=self._layout.delimiter, strict=True)
@@ -296,8 +296,8 @@ class _Lines:
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """Return the column names by position, and the 1-based line of the header, or 0 without a header.
 
-    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, the first line with text is the
-    header, and a file without text has the columns ``layout.required``. Raise the errors of
+    ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, the first line that is not blank is
+    the header, and a blank file has the columns ``layout.required``. Raise the errors of
     :meth:`Layout.require`, and DataError if the file is no text, or ``head`` has no usable header.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
@@ -341,10 +341,10 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
 def _cut_to_lines(
     path: StoragePath, chunks: Iterator[bytes], is_start: bool, layout: Layout
 ) -> Iterator[bytes]:
-    """Join ``chunks``, of at most 16 MiB each, to blocks of complete lines, changed by :func:`_normalize`.
+    """Join ``chunks``, of at most 16 MiB each, to blocks of complete lines, and normalize the lines.
 
-    Lines that end in a chunk are yielded before the next chunk is read. If ``is_start``, a byte order mark is
-    removed. Raise DataError if a line is longer than 16 MiB.
+    Lines that end in a chunk are yielded before the next chunk is read. If ``is_start``, remove a byte order
+    mark. Raise DataError if a line is longer than 16 MiB.
     """
     rest = b""
     for chunk in chunks:

@@ -30,7 +30,7 @@ WHILE_READ = "has changed while it was read; start again once it is complete"
 
 @contextmanager
 def convert_read_errors(path: StoragePath) -> Iterator[None]:
-    """Convert errors of reading and decompressing to DataError, but not StorageError and MemoryError."""
+    """Convert errors of reads and decompression to DataError; do not convert StorageError and MemoryError."""
     try:
         yield
     except (MemoryError, StorageError):
@@ -94,7 +94,7 @@ def path_columns(path: StoragePath) -> dict[str, str | None]:
 
 
 def path_parts(path: StoragePath) -> list[str]:
-    """Split a path, or the key of a URL, into folder and file names. Paths are sorted by this list."""
+    """Split a path, or the key of an object in a store, into the names of folders and of the file."""
     return path.key.split("/") if isinstance(path, RemotePath) else [*path.parts]
 
 
@@ -132,7 +132,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand_pattern(text: str) -> list[StoragePath]:
-    """Return the sorted, visible matches of a pattern; only ``text`` if this path exists, or none matches."""
+    """Return the sorted, visible paths that match ``text``; ``text`` itself if it exists, or none matches."""
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
@@ -183,7 +183,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files of each split, and those of side table N under the name ``data.joins[N]``.
+    """Return the files by the name of their split; for side table N, the name is ``data.joins[N]``.
 
     Raises:
         ConfigError: ``data.path`` or a side table names no path, or two splits have files of equal content.
@@ -213,7 +213,7 @@ def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
 
 
 def check_unchanged(files: Sequence[InputFile], rule: str = WHILE_READ) -> None:
-    """Raise DataError with ``rule`` if a file has changed; DataError or StorageError if it is unreadable."""
+    """Raise DataError with the reason ``rule`` if a file has changed, or an error of ``InputFile.of``."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:

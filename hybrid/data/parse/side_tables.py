@@ -1,7 +1,7 @@
 """Side tables, whose columns are joined to the rows of the input by a key.
 
-A side table is held in memory: the columns that a model reads, and the keys. Keys are compared as categorical
-values are, by their canonical texts (:mod:`hybrid.data.values.canonical`).
+A side table is held in memory: the columns that a model reads, and the keys. Two keys are equal if their
+canonical texts are equal (:mod:`hybrid.data.values.canonical`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SideTable:
     columns: pa.Table
 
     def join(self, reader: ColumnReader) -> dict[str, pa.Array]:
-        """Return the columns of the side table for the rows of a block; null for a missing or unknown key.
+        """Return the columns of the side table for each row of a block; null for a missing or unknown key.
 
-        Reject rows whose key is inexact or too long. Return {} if the model reads no column of the table.
-        Raise ConfigError if the key column of the block holds lists; DataError if a block of at least 1000
-        rows has no known key.
+        If the model reads no column of the table, return {}. Otherwise, reject rows whose key is too long or
+        inexact (:mod:`hybrid.data.values.canonical`). Raise ConfigError if the key column of the block holds
+        lists. Raise DataError if the block has at least 1000 rows, and the table has none of their keys.
         """
         if not self.columns.column_names:  # the model reads none
             return {}
@@ -67,11 +67,11 @@ def read_side_tables(
     Args:
         names: the columns that the model reads; other columns of the files are skipped.
         files: the files of each side table; see :func:`hybrid.data.parse.input_files.find_side_files`.
-        with_rows: whether to read the rows; if not, check only the columns of the first non-empty files.
+        with_rows: whether to read the rows; if not, check the columns of the first non-empty file of a table.
 
     Raises:
-        ConfigError: a file lacks the key or a column of the first non-empty file, the key holds lists, or a
-            column has the name of a column or key of an earlier side table.
+        ConfigError: a file lacks the key, or a column of the first non-empty file of its table; the key holds
+            lists; or a column has the name of the table's key, or of a column or key of an earlier table.
         DataError: a file is unreadable, changed or has an invalid row; or a table has no rows or a key twice.
         StorageError: a store refuses a request, or the system refuses a path.
     """

@@ -156,14 +156,14 @@ def read_blocks(
     report: Callable[[str], None] = ignore_progress,
     text: Iterator[bytes] | None = None,
 ) -> Iterator[RawBlock]:
-    """Yield the valid rows of ``files`` in blocks, and count all rows in ``log``, which the caller finishes.
+    """Yield the valid rows of ``files`` in blocks. Add all rows to ``log``; the caller calls its ``finish``.
 
     Args:
         text: chunks of text to read instead of a file; ``files`` is then one path, a name for messages.
 
     Raises:
         ConfigError, DataError, StorageError: see :func:`read_segment` and :func:`parse`.
-        DataError: all rows of a file, or its first 10,000, are invalid; or ``log`` allows no invalid row.
+        DataError: all rows of a file, or its first 10,000, are invalid; or a row is, and ``log`` allows none.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
@@ -190,7 +190,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block by name, and those of folders NAME=VALUE that the block lacks."""
+    """Return the columns of a block by name, and a constant column for each folder NAME=VALUE of ``path``."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns
@@ -199,11 +199,11 @@ def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
 def parse(
     path: StoragePath, table: TableBlock, layout: Layout, first_row: int = 0
 ) -> tuple[RawBlock, list[InvalidRow]]:
-    """Return the valid rows of ``table``, and its invalid rows with the first reason for each.
+    """Return the valid rows of ``table``, and its invalid rows, each with one reason.
 
     ``first_row`` is the index of the first row of ``table`` among the rows of all files. Raise ConfigError if
-    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type, or none
-    of at least 1000 rows has a key of a side table.
+    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type, or
+    ``table`` has at least 1000 rows, and none of them has a key of a side table.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)
