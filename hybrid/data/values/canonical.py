@@ -88,7 +88,7 @@ def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
 
 
 def trim_blanks(texts: pa.Array) -> pa.Array:
-    """Remove surrounding blanks from texts; return the same array if it is ASCII text without blanks."""
+    """Remove blanks at the start and end of each text; may return ``texts`` itself."""
     content = _content(texts)
     if not len(content) or (content.min() > ord(" ") and content.max() < 128):
         return texts
@@ -96,7 +96,7 @@ def trim_blanks(texts: pa.Array) -> pa.Array:
 
 
 def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all texts of an array; for a slice, the bytes of the complete array."""
+    """Return the bytes of all texts of an array; for a slice, the bytes of the array that it is cut from."""
     return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 

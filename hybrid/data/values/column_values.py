@@ -54,7 +54,7 @@ _LOCAL_TIME = r"^(?P<time>.{10}(?:[ T][0-9:]{5,8}(?:[.][0-9]{1,6})?)?)"  # a tim
 
 
 class Values(NamedTuple):
-    """A categorical column of B rows."""
+    """The canonical texts of a categorical column of B rows, and masks of its invalid rows."""
 
     coded: pa.Array  # dictionary array of B strings, null if missing; or array of B lists of such, none null
     inexact_B: Mask  # rows with an inexact value (see hybrid.data.values.canonical)
@@ -89,7 +89,7 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
-    """Split texts into lists of items; without a separator, a text is one item. Null is an empty text.
+    """Split texts into lists of items; without a separator, a text is one item. Treat null as empty text.
 
     If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
     ``['a', 'b']`` or ``{a,b}``. Its brackets and quotes are removed.
@@ -139,7 +139,7 @@ def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
 
 
 def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
-    """Cut each list to ``limit`` items: the first ones with ``from_start``, else the last ones."""
+    """Keep at most ``limit`` items of each list: the first ones with ``from_start``, else the last ones."""
     lengths_B = np.diff(np.asarray(lists.offsets)).astype(np.int64)
     position_L = np.arange(lengths_B.sum()) - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
     if not from_start:
@@ -236,7 +236,7 @@ def _seconds_of_texts(texts: pa.Array, missing: tuple[str, ...]) -> tuple[Number
 
 
 def _parse_dates(texts: pa.Array, date_format: str) -> pa.Array:
-    """Return local times, null if a text is no existing date of the format; a zone in the text is ignored."""
+    """Parse dates without converting their zone; null if a text is no existing date of the format."""
     # strptime takes the 30th of February for a day of March. The last day and the last zone in a text count.
     parse = partial(pc.strptime, unit="s", error_is_null=True)
     dates = parse(pc.binary_join_element_wise(texts, "+0000", " "), format=f"{date_format} %z")
@@ -252,11 +252,10 @@ def _to_seconds(times: pa.Array) -> Numbers:
 def parse_date_parts(
     column: pa.Array, missing: tuple[str, ...], kind: str, date_format: str = ""
 ) -> tuple[Numbers, Mask]:
-    """Return the hour (0-23) or weekday (0 is Monday) of dates, by ``kind``, and a mask of invalid values.
+    """Return the hours (0-23) or weekdays (0 is Monday) of dates, and a mask of invalid values.
 
-    Missing and invalid values are NaN. ``date_format`` is for ``strptime``, which reads texts and numbers.
-    Without it, dates have the forms in the docstring of this module. Dates and timestamps of Parquet need no
-    format.
+    ``kind`` is "hour" or "weekday". Missing and invalid values are NaN. With ``date_format``, texts and
+    numbers are parsed by ``strptime``, else as this module describes. Parquet dates need no format.
     """
     value_type = _decoded_type(column.type)
     if date_format and not (pa.types.is_date(value_type) or pa.types.is_timestamp(value_type)):
@@ -276,7 +275,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Mask all values, except missing ones, if each of them is a date in digits (20240131); else none."""
+    """If all values except missing ones are dates in digits (20240131), mask these values, else no value."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     is_missing_B = np.asarray(pc.is_in(texts, value_set=pa.array(missing, pa.string())))
     given_B = np.asarray(texts.is_valid()) & ~is_missing_B
@@ -287,7 +286,7 @@ def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
 def parse_labels(
     column: pa.Array, positive: tuple[str, ...], negative: tuple[str, ...]
 ) -> tuple[npt.NDArray[np.uint8], Mask]:
-    """Return 0 for a negative label and 1 for any other, and a mask of unknown and missing labels."""
+    """Return 1 for a positive and 0 for a negative label, and a mask of unknown and missing labels."""
     indices, distinct = _distinct(column)
     known = pa.array([canonical_text(text)[0] for text in (*positive, *negative)], pa.string())
     position_D = np.asarray(pc.fill_null(pc.index_in(canonicalize(distinct)[0], value_set=known), -1))
@@ -296,7 +295,7 @@ def parse_labels(
 
 
 def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return an index per row (null for null), and the distinct values: not more values than rows."""
+    """Return an index per row (null for null), and the array of distinct values that it refers to."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if len(coded.dictionary) <= len(coded):
         return coded.indices, coded.dictionary
@@ -310,7 +309,7 @@ def is_text(column: pa.Array) -> bool:
 
 
 def decode_texts(column: pa.Array) -> pa.Array:
-    """Decode the dictionary of a column, if any; convert null, bytes and views of strings to strings."""
+    """Decode the dictionary of a column, if any; convert bytes, string views and null arrays to strings."""
     column = decode_dictionary(column)
     others = pa.NullArray | pa.StringViewArray | pa.BinaryArray | pa.LargeBinaryArray
     return column.cast(pa.string()) if isinstance(column, others) else column
@@ -322,7 +321,7 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def decode_dictionaries(column: pa.Array) -> pa.Array:
-    """Decode dictionaries, also in lists, so that a column has the same type in all blocks."""
+    """Decode the dictionary of a column or of its lists, so that all blocks have the same type."""
     column = decode_dictionary(column)
     if not is_list(column):
         return column

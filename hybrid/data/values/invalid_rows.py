@@ -1,4 +1,4 @@
-"""Invalid rows: counted and reported up to the fraction ``data.max_invalid_fraction``, else an error."""
+"""Reports of invalid rows, and an error if their fraction is larger than ``data.max_invalid_fraction``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LEADING_INVALID = 10_000  # invalid rows of a file before its first valid ro
 
 
 class Reason(StrEnum):
-    """Why a row is invalid: the key of a report, and advice to the user."""
+    """The reason why a row is invalid, such as ``unknown_label``, with advice to the user."""
 
     advice: str
 
@@ -55,7 +55,7 @@ class InvalidRow(NamedTuple):
     last: int = 0  # the last line of a row of several lines, else 0
 
     def after(self, lines: int) -> InvalidRow:
-        """Return the row with ``lines`` added to its line numbers."""
+        """Return a copy with ``lines`` added to its line numbers."""
         return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
 
     @property
@@ -91,7 +91,7 @@ class InvalidRowReport:
 
     @classmethod
     def merge(cls, reports: Sequence[Self]) -> Self:
-        """Return the sums of the counts, without zeros, and the first 10 examples in the reports' order."""
+        """Add up the counts, leave out zeros, and keep the first 10 examples in the order of ``reports``."""
         counts = sum((Counter(each.counts) for each in reports), Counter[str]())
         examples = (example for each in reports for example in each.examples)
         return cls(dict(counts), tuple(islice(examples, MAX_EXAMPLES)))

@@ -53,7 +53,7 @@ class ColumnReader:
         return self.columns[name]
 
     def flat_column(self, name: str, key: str) -> pa.Array:
-        """Return a column with one value per row; ConfigError for ``key`` if the column holds lists."""
+        """Return a column; if it holds lists, raise ConfigError for the configuration key ``key``."""
         if is_list(self.column(name)):
             rule = "must be a column with one value per row, but this column holds lists"
             raise ConfigError(key, rule, name)
@@ -73,7 +73,7 @@ class ColumnReader:
         return numbers_B
 
     def seconds(self, name: str, key: str) -> Numbers:
-        """Return times by which a split selects rows, in seconds since 1970; reject rows without a time."""
+        """Return times in seconds since 1970, by which a split selects rows; reject rows without a time."""
         times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
@@ -88,7 +88,7 @@ class ColumnReader:
         return times_B
 
     def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
-        """Return a hash of each value; reject rows whose value is missing, inexact or too long."""
+        """Return a hash of each value; :meth:`reject` rows with a missing, inexact or too long value."""
         coded, inexact_B, too_long_B = column_values.parse_values(self.flat_column(name, key), self.missing)
         self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
@@ -181,9 +181,10 @@ class ColumnReader:
 def _split_items(
     items: pa.Array, missing: tuple[str, ...], weight_separator: str
 ) -> tuple[pa.Array, pa.Array]:
-    """Return the ids and weights of items, which are text or structs of two fields; else ArrowTypeError.
+    """Return the ids and the weights of items, which are texts or structs of two fields.
 
-    A missing text has a null id and a null weight. A text without a separator has a null weight.
+    A missing text has a null id and a null weight; a text without a separator, only a null weight. Raise
+    ArrowTypeError if items have another type.
     """
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
@@ -202,7 +203,7 @@ def _split_items(
 
 
 def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
-    """Return a sort key that puts the id of a struct before its weight; ties keep their order."""
+    """Return a sort key for the two fields of a struct, by name and type: the id sorts before the weight."""
     name, kind = pair[0].name.lower(), pair[0].type
     is_id = name in ("key", "id")  # the key of a map, too
     return not is_id, name == "weight", pa.types.is_floating(kind), pa.types.is_integer(kind)
