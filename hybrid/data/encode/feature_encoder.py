@@ -72,9 +72,9 @@ class EncodedBags(NamedTuple):
 def item_positions(
     offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of all items in the bags ``rows``, bag by bag, and the lengths of the bags.
+    """Return the positions of the items of some bags, bag by bag, and the lengths of these bags.
 
-    ``offsets`` are the start of each bag, and the end of the last.
+    ``offsets`` are the start position of every bag, and the end of the last. ``rows`` are the bags to select.
     """
     starts_B = offsets[rows]
     lengths_B = offsets[rows + 1] - starts_B
@@ -84,7 +84,7 @@ def item_positions(
 
 @dataclass(frozen=True)
 class SparseEncoding:
-    """The encoding of a categorical column."""
+    """The conversion of the values of a categorical column to table rows, or to keys of a growing table."""
 
     name: str
     # "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), "buckets" (row 1 + bucket
@@ -104,7 +104,7 @@ class SparseEncoding:
         return self.vocabulary == GROW
 
     def rows(self, values: pa.Array) -> Ids:
-        """Return the table row of each text, 0 for an unknown text or null; for a growing table, its key."""
+        """Return the table row of each text, 0 for null and unknown texts; keys if the table grows."""
         if self.is_growing:
             return compute_keys(values)
         if self.values is not None:
@@ -120,7 +120,7 @@ class SparseEncoding:
         """Return the table rows, or keys, of a column of a ``RawBlock``; bags for a multi-hot column.
 
         Integers in the column are rows or keys already, and stay unchanged. If the column is not multi-hot, a
-        sample without a value, or with several, has 0.
+        sample without a value, or with several values, gets row or key 0.
         """
         if self.vocabulary == "buckets":
             numbers_B = column.to_numpy(zero_copy_only=False)
@@ -277,8 +277,8 @@ class FeatureEncoder:
     def load(cls, folder: StoragePath, *, with_values: bool = True) -> FeatureEncoder:
         """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version.
 
-        Without ``with_values``, vocabularies are not read, and all ``SparseEncoding.values`` are None.
-        With it, raise StorageError if the search for the vocabularies fails.
+        If ``with_values`` is false, vocabularies are not read, and all ``SparseEncoding.values`` are None.
+        Otherwise, raise StorageError if a store or the system refuses access to the vocabularies.
         """
         path = folder / FILE_NAME
         content = _read_json(path)
@@ -302,7 +302,7 @@ class FeatureEncoder:
 
 @contextmanager
 def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeStringArray]]:
-    """Open the known values of a column with vocabulary "build", in blocks of texts; value i has row i + 1.
+    """Open the values in the vocabulary of a column, as blocks of texts; value i has table row i + 1.
 
     Raise the errors of :func:`open_vocabularies`, and DataError if ``features.json`` cannot be read.
     """
@@ -322,7 +322,7 @@ def transform_columns(
 
 
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
-    """Return ``count``, ``num_values`` and ``several`` of :class:`UnknownValues` in a block, (3, columns)."""
+    """Count three fields of :class:`UnknownValues` (count, num_values, several) in a block, (3, columns)."""
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
     for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
@@ -339,10 +339,10 @@ def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBloc
 def report_unknown(
     encoder: FeatureEncoder, counts: npt.NDArray[np.int64], *, is_later: bool = False
 ) -> tuple[UnknownValues, ...]:
-    """Return the unknown values of a split by column; ``counts`` is the sum of :func:`count_unknown`.
+    """Return a report for each column of a split; ``counts`` is the sum of :func:`count_unknown` over blocks.
 
-    Only workers know the keys of a growing table. So its columns count only rows with several values, and are
-    left out without such rows. ``is_later``: whether the rows are later than the training rows.
+    Only workers know the keys of a growing table. So the report of its column counts only rows with several
+    values, and is absent without such rows. ``is_later``: whether rows are later than the training rows.
     """
     return tuple(
         UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
@@ -352,7 +352,7 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the vocabulary file of an encoder by its name ``SHA256.parquet``; {} without vocabularies.
+    """Return {name: path} of an encoder's vocabulary file, named ``SHA256.parquet``; {} if it has none.
 
     Raise the errors of :func:`find_vocabularies`, and DataError if ``features.json`` cannot be read.
     """

@@ -54,10 +54,10 @@ class Moments(NamedTuple):
     def average_with(
         self, before: Sequence[DenseEncoding], columns: Sequence[Column], weight: float
     ) -> Moments:
-        """Average these moments, with ``weight``, and the moments of an earlier scaling, with 1 - ``weight``.
+        """Average ``self``, by ``weight``, with the moments of the encodings ``before``, by 1 - ``weight``.
 
-        A column without numbers in ``self`` keeps the earlier scaling. A column whose earlier numbers were
-        missing or all equal takes the moments of ``self``. The range of other columns covers both ranges.
+        A column without numbers in ``self`` keeps its scaling in ``before``. A column whose earlier numbers
+        were missing or equal takes the moments of ``self``. The range of other columns covers both ranges.
         """
         shift_F, scale_F, missing_F = (
             np.array([(e.shift, e.scale, e.missing) for e in before]).reshape(-1, 3).T
@@ -155,10 +155,9 @@ class Quantiles(NamedTuple):
 
 
 class ValueCounts(NamedTuple):
-    """The counts of D values: an array of texts, and int64 (D,).
+    """D texts, and int64 (D,), the number of times that each text occurs.
 
-    Ranked values are distinct, have counts above 0, and are in descending order of counts, then in order of
-    texts.
+    A result of :func:`rank` has distinct texts with counts above 0, sorted by descending count, then by text.
     """
 
     values: pa.Array
@@ -166,13 +165,13 @@ class ValueCounts(NamedTuple):
 
     @classmethod
     def of(cls, column: pa.Array) -> ValueCounts:
-        """Count the values of a dictionary-encoded column; values may repeat, and counts may be 0."""
+        """Count each text in the dictionary of a column; texts may repeat, and unused texts count 0."""
         flat = column.flatten() if is_list(column) else column
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
 
 class FittedStatistics(NamedTuple):
-    """Statistics of training rows, without the counts of values (:class:`ValueCounts`)."""
+    """Statistics of training rows, to fit an encoder; :class:`ValueCounts` has the counts of values."""
 
     moments: Moments
     several_K: npt.NDArray[np.bool_]  # whether a row of a column of data.sparse has several values
@@ -213,9 +212,9 @@ class FittedStatistics(NamedTuple):
 def group_by_vocabulary(
     columns: Sequence[Column], tables: Mapping[str, TableSection]
 ) -> dict[str, list[int]]:
-    """Return the indices of the columns with a vocabulary, by the name of their table or column.
+    """Return the indices of the columns with a vocabulary, by the name of their table.
 
-    Columns that share a table share its vocabulary, so a value has the same row for each of them.
+    Columns of a table share its vocabulary. A column in no section [tables.NAME] has a table of its name.
     """
     table_of = table_of_column(tables)
     groups: dict[str, list[int]] = {}
@@ -226,7 +225,7 @@ def group_by_vocabulary(
 
 
 def rank(counts: Sequence[ValueCounts]) -> ValueCounts:
-    """Add up the counts of several blocks or columns, and rank the values that occur."""
+    """Add up the counts of several blocks or columns, and sort the values that occur by their count."""
     if not counts:
         return ValueCounts(pa.array([], pa.large_string()), np.empty(0, np.int64))
     coded = pa.concat_arrays([each.values.cast(pa.large_string()) for each in counts]).dictionary_encode()
@@ -247,9 +246,9 @@ def fit_encoder(
     statistics: FittedStatistics,
     ranked: Mapping[str, ValueCounts],
 ) -> FeatureEncoder:
-    """Return the encoder; ``ranked`` are the values of the vocabularies (:func:`group_by_vocabulary`).
+    """Return an encoder that is fitted on training rows; raise DataError if there are no rows.
 
-    Raise DataError if there are no rows.
+    ``ranked`` are results of :func:`rank` by name of :func:`group_by_vocabulary`.
     """
     if not statistics.moments.num_rows:
         raise DataError("no row is left to train on; check data.path, data.split and data.validation")
