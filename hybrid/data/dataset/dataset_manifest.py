@@ -97,7 +97,7 @@ class DataManifest:
         """Read a manifest.
 
         Args:
-            rule: advice for the message about a manifest of another version of this program.
+            rule: the end of the message if another version of this program wrote the manifest.
 
         Raises:
             DataError: the manifest is missing, invalid, or of another version.
@@ -135,12 +135,12 @@ class DataManifest:
             if found != file.sampled:
                 raise DataError(f"{folder / name}: altered since it was prepared")
 
-    def check_same(self, now: DataManifest, remedy: str) -> None:
-        """Raise DataError if ``now`` lists other prepared files; the message ends with ``remedy``."""
-        if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in now.stored.items()}:
+    def check_same(self, current: DataManifest, remedy: str) -> None:
+        """Raise DataError if ``current`` has other checksums of files; the message ends with ``remedy``."""
+        if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in current.stored.items()}:
             return
         for split, before in self.inputs.items():
-            files = now.inputs.get(split, ())
+            files = current.inputs.get(split, ())
             for then, file in zip(before, files, strict=False):
                 if file.sampled != then.sampled:
                     raise DataError(f"{file.path}: has changed since the run began; {remedy}")
@@ -155,9 +155,9 @@ class DataManifest:
 def checkpoint_contents(
     config: RunConfig, data: StoragePath | None
 ) -> tuple[dict[str, str], dict[str, StoragePath]]:
-    """Return the files that a checkpoint copies: texts by file name, and paths of vocabularies by name.
+    """Return what a checkpoint copies: texts by file name, and the path of the vocabulary file by file name.
 
-    ``data`` is the folder of the prepared data. If it is None, the only file is the configuration.
+    ``data`` is the folder of the prepared data. If it is None, only the configuration is copied.
     """
     texts = {CONFIG_FILE: signed_toml(config)}
     if data is None:

@@ -113,7 +113,7 @@ class PreparedDataset:
         return torch.from_numpy(weights_NT.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_ranking_weights(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the sum of the weights of ``rows``, complete groups, in each task's ranking loss, (T,)."""
+        """Return each task's sum of ranking-loss weights over ``rows``, (T,); groups must be complete."""
         targets = self._targets.select(rows)
         assert targets.groups_B is not None
         weights = None if targets.weights_BT is None else torch.from_numpy(targets.weights_BT)
@@ -127,7 +127,7 @@ class PreparedDataset:
 
 
 def map_split(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
-    """Map all arrays of a split into memory, by name; DataError if one is missing or has a wrong form."""
+    """Map all arrays of a split into memory, by name; DataError if a file is missing or unsuitable."""
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
     of_bags = [f"bag_{k}_{kind}" for k, each in features if each.multi_hot for kind in ("ids", "offsets")]
@@ -237,8 +237,8 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 class SplitWriter:
     """Creates the arrays of a split, and writes samples to any position; several threads may write.
 
-    A position is the number of samples before it, then the number of ids of each feature before it, which may
-    be missing without multi-hot features. OSError if the disk is full.
+    A position is an array: the number of earlier samples, then, if there are multi-hot features, the number
+    of ids of earlier samples for each feature. Raise OSError if the disk is full.
 
     Args:
         end: the position after the last sample.
