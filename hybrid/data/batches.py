@@ -31,7 +31,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
-    """Raise ConfigError or DataError if the labels or groups of ``dataset`` do not suit a ranking loss."""
+    """Raise ConfigError if labels, or DataError if groups, do not suit the ranking loss of a task."""
     for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
         if task.ranking_loss.startswith("listwise") and labels.lowest is not None and labels.lowest < 0:
             rule = f"takes labels of at least 0, and a training row has {labels.lowest:g}; try pairwise"
@@ -41,7 +41,7 @@ def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedData
 
 
 def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
-    """Raise DataError if the data set has no groups of training rows, or a group is larger than a batch."""
+    """Raise DataError if ``dataset`` has no groups, is not the split "train", or a group exceeds a batch."""
     if dataset.group_starts is None:
         raise DataError("batches of complete groups need training rows and data.group")
     largest = int(np.diff(dataset.group_starts).max(initial=0))
@@ -58,11 +58,12 @@ class BatchLoader:
 
     An epoch has an order of all rows. Step ``s`` has the rows at the positions ``s * batch_size`` to
     ``(s + 1) * batch_size - 1`` of this order, for any number of trainers. Each trainer takes a contiguous
-    slice, and the sizes of slices differ by at most one row. The last step may be smaller, with empty slices.
+    slice, and the sizes of slices differ by at most one row. The last step may be smaller, with empty slices,
+    unless ``drop_last`` skips it. Slices below ``min_size`` are padded with other rows of their step.
 
     With ``by_group``, the rows of a group are adjacent in this order. The position of a group's last row
-    determines its step and slice. There are as many steps as without groups, and no step is empty. The sizes
-    of steps and slices may differ by a group, and a slice may be empty.
+    determines its step and slice. There are as many steps as without groups, and no step is empty.
+    The sizes of steps and slices may differ by a group, and a slice may be empty.
 
     Raises:
         DataError: with ``by_group``, ``lanes`` is not 0, or :func:`check_group_sizes` fails.
@@ -129,7 +130,7 @@ class BatchLoader:
 def group_steps(
     dataset: PreparedDataset, groups_G: Rows, ranges: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[Rows, Rows]]:
-    """Yield the rows of each step of complete groups, and where each of its groups ends among these rows.
+    """Yield, for each step of complete groups, the rows of its groups, and where each group ends in them.
 
     ::
 
@@ -212,7 +213,7 @@ class ShuffledOrder:
 
         chunks of 4096 rows     | c0 | c1 | c2 | c3 | c4 | ...
         chunks permuted         | c3 | c0 | c4 | c2 | c1 | ...
-        rows permuted           |<- window of 256 ->|<- window
+        rows permuted           |<- 256 chunks: a window ->|<- window
 
     Every row occurs exactly once per epoch, the order depends only on the arguments, and only the current
     window is in memory. Up to 2**20 rows are one window, and are shuffled completely.
