@@ -1,7 +1,6 @@
 """Backends of custom training loops: access to the tables, the other trainers, data and checkpoints.
 
-:class:`SingleProcess` is for notebooks and ``python script.py``. The package ``workers`` has the backend of a
-cluster.
+:class:`SingleProcess` is for notebooks and ``python script.py``. The backend of a cluster is in ``workers``.
 """
 
 from __future__ import annotations
@@ -94,11 +93,12 @@ class Backend:
     def enable_restart(self, folder: StoragePath) -> None:
         """Let the launcher, if any, restart a failed script from the checkpoints in ``folder``."""
 
-    def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint of a module and its tables.
+    def save(
+        self, module_index: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]
+    ) -> None:
+        """Write a checkpoint of the distributed module ``module_index`` and its tables.
 
         Args:
-            number: index of the module (``module_index`` of :class:`PlacedTables`).
             manifest: the manifest to write; this method adds the list of files.
             dense: states of the module and its optimizers (:func:`pack_dense`). Trainer 0's are written.
 
@@ -107,8 +107,8 @@ class Backend:
         """
         raise NotImplementedError
 
-    def load(self, number: int, stored: Checkpoint) -> None:
-        """Load the rows of a checkpoint into the tables of the module with index ``number``.
+    def load(self, module_index: int, stored: Checkpoint) -> None:
+        """Load the rows of a checkpoint into the tables of the distributed module ``module_index``.
 
         CheckpointError if the checkpoint is damaged, or has other tables than the module.
         """
@@ -125,8 +125,7 @@ _CONFIGURED = "is for configured runs only; leave it out"
 def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     """Check the configuration of a custom loop; return its update mode, clipping, schedule and timeout.
 
-    Raises:
-        ConfigError: a key does not apply to custom loops, or a decaying schedule lacks ``schedule.steps``.
+    ConfigError if a key does not apply to custom loops, or a decaying schedule lacks ``schedule.steps``.
     """
     defaults = DenseSection()
     for name in ("ddp", "compile", "autocast", "tensor_size", "remote_mlp"):
@@ -169,11 +168,13 @@ class SingleProcess(Backend):
         self._data = ensure_prepared(self.config, print).absolute()
         return str(self._data)
 
-    def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
+    def save(
+        self, module_index: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]
+    ) -> None:
         partial = checkpoint_folders.begin(folder)
         try:
-            self._shards[number].begin_save(is_copied=False)
-            files = {**self._shards[number].write(partial), **write_tensors(partial, DENSE_FILE, dense)}
+            self._shards[module_index].begin_save(is_copied=False)
+            files = {**self._shards[module_index].write(partial), **write_tensors(partial, DENSE_FILE, dense)}
             texts, vocabularies = checkpoint_contents(self.config, self._data)
             for name, text in {**texts, **self.texts}.items():
                 files |= write_text(partial, name, text)
@@ -186,5 +187,5 @@ class SingleProcess(Backend):
                 raise CheckpointError(str(error)) from error
             raise
 
-    def load(self, number: int, stored: Checkpoint) -> None:
-        self._shards[number].load(stored.folder, stored.manifest.step)
+    def load(self, module_index: int, stored: Checkpoint) -> None:
+        self._shards[module_index].load(stored.folder, stored.manifest.step)

@@ -113,8 +113,8 @@ class Cluster:
         """Return the rows of the stream in ``data.stream`` (files or a topic), for :meth:`batches`.
 
         All trainers call it together, before :meth:`resume`. The call waits for rows, and fits the encoding
-        of columns on a sample of these rows. A script that resumes needs rows, too: keep the last file
-        that was read. Batches have ``train.batch_size`` samples, or fewer at the end of a file.
+        of columns on a sample of these rows. Keep the last file that was read: a script that resumes needs
+        its rows for this call. Batches have ``train.batch_size`` samples, or fewer at the end of a file.
 
         Raises:
             ConfigError: the configuration has no stream, a column is missing, or two columns have one name.
@@ -135,7 +135,8 @@ class Cluster:
 
         Raises:
             ConfigError: a key does not apply to custom loops, or to a table of the module.
-            DataError: no tables; a value of the state dict is no real tensor; or invalid pretrained rows.
+            DataError: the module has no tables; a value of its state dict is not a real tensor; or the
+                pretrained rows are invalid.
             StorageError: a file of pretrained rows cannot be read.
             RuntimeError: the cluster has already distributed a module, or ``module`` has a distributed table.
         """
@@ -157,7 +158,7 @@ class Cluster:
 
         Batches are for training, or under ``torch.no_grad()`` for evaluation. In training, a slice is yielded
         as ``train.micro_batches`` micro-batches, and the pass ends at step ``train.max_steps``. Tensors are
-        on the device of the module. If its slice is empty, a trainer gets a copy of one sample of another
+        on the device of the module. A trainer with an empty slice gets a copy of a sample of another
         trainer. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out such copies.
 
         Args:
@@ -180,7 +181,8 @@ class Cluster:
                 group are not adjacent, or more than ``size``.
             RuntimeError: a stream is evaluated, read in :meth:`epochs`, or followed by other training data;
                 or the script did not complete the step of a batch.
-            ValueError: ``size`` is below 1; ``drop_last`` lacks it; a stream gets size, whole or drop_last.
+            ValueError: ``size`` is below 1, or missing although ``drop_last`` needs it; or ``data`` is a
+                stream, and ``size``, ``whole`` or ``drop_last`` is given.
         """
         if isinstance(data, StreamData):
             if size is not None or whole is not None or drop_last:
@@ -287,8 +289,8 @@ class Cluster:
         The module is called with each batch, in evaluation mode and without gradients. It must return outputs
         (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
         there is one task ``label`` with binary labels and logits as outputs. After :meth:`resume`, the
-        checkpoint of the best evaluation is kept; ``checkpoint.keep_best`` names the metric. If a
-        restarted script repeats an evaluation that precedes its checkpoint, the recorded result is returned.
+        checkpoint of the best evaluation is kept; ``checkpoint.keep_best`` names the metric. If a restarted
+        script repeats an evaluation from before the checkpoint, the recorded result is returned.
 
         Args:
             data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task. The
@@ -336,7 +338,7 @@ class Cluster:
 
         Call it before the first step. Checkpoints are written every ``every_steps`` steps, after the best
         evaluation, before a long wait for a stream's rows, and at the end of a stream or of :meth:`epochs`
-        (unless ``break`` leaves the loop). A failed write is an error at the end, and otherwise a warning.
+        (unless ``break`` leaves the loop). A failed write is an error at the end, and a warning elsewhere.
         The last ``checkpoint.keep_last`` checkpoints are kept. :meth:`batches` skips the batches before the
         checkpoint, so restarted and uninterrupted scripts have bit-identical results. ``hybrid run``
         restarts the script if a process dies. ``hybrid compare`` ignores this call.
@@ -346,8 +348,8 @@ class Cluster:
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the checkpoint has another model, data or objects, or all are damaged; or
-                ``folder`` is itself a checkpoint.
+            CheckpointError: the checkpoint has another model, data or objects; all checkpoints are damaged;
+                or ``folder`` is itself a checkpoint.
             ConfigError: another run uses the folder, or the folder cannot be created.
             DataError: a checkpoint cannot store the state of an object, or a file of the stream has changed.
             RuntimeError: the script has already called :meth:`resume`, or has begun the first step.
@@ -416,7 +418,7 @@ class Cluster:
         self._log.append(loop.step, numbers, loop.history.is_replaying)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epoch indices below ``count``, from 0; after :meth:`resume`, from its checkpoint's epoch.
+        """Yield the epochs from 0 to ``count`` - 1. A resumed script begins with the checkpoint's epoch.
 
         The loop ends early at ``train.max_steps``. After :meth:`resume`, a checkpoint is written at the end.
 
@@ -441,7 +443,7 @@ class Cluster:
         self._write_if_due(is_last=True)
 
     def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
-        """Write a checkpoint if :meth:`resume` or an argument requires one after this step; remove old ones.
+        """Write a checkpoint of this step if :meth:`resume` or an argument requires it; remove old ones.
 
         A failed write causes a warning, or a CheckpointError if ``is_last``.
         """
@@ -470,9 +472,7 @@ class Cluster:
                 self._backend.warn(f"an old checkpoint could not be removed: {error}")
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:
-        """Write a checkpoint of the tables, the module and optimizers.
-
-        All trainers call it together, between two steps.
+        """Write a checkpoint of tables, module and optimizers. All trainers call it between two steps.
 
         Args:
             folder: a new folder, on storage that all hosts share.
@@ -506,7 +506,7 @@ class Cluster:
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
 
-        After this call, leave the running loop over training batches: its next batch is a RuntimeError.
+        Leave a loop over training batches after this call: the next batch of the loop raises RuntimeError.
 
         Args:
             objects: the same objects as for :meth:`save`, in the same order, or none.
@@ -552,8 +552,7 @@ class Cluster:
     def plain_module(self) -> nn.Module:
         """Return a copy of the module in which ``nn.Embedding`` and ``nn.EmbeddingBag`` hold all rows.
 
-        The copy is on the CPU and has all rows in memory. You can save, export or serve it in plain PyTorch,
-        without this package.
+        The copy is on the CPU. You can save, export or serve it in plain PyTorch, without this package.
 
         Raises:
             RuntimeError: a table grows. Use :meth:`save` and :func:`hybrid.load` instead.

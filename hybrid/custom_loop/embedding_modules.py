@@ -78,7 +78,7 @@ def AdamW(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with decoupled weight decay; step counts as in :func:`Adam`."""
+    """Adam with decoupled weight decay. As in :func:`Adam`, each row has a step count."""
     return _optimizer_spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -138,8 +138,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: equal for two calls of a table with the same tensors, unchanged in between. Such calls share
-            one lookup. A call keeps its tensors in memory, so no call with other tensors gets the same key.
+        key: equal for two calls of a table with the same tensors, if these have not changed in between. Such
+            calls share one lookup. Calls keep their tensors in memory, so other tensors have other keys.
     """
 
     module: TableModule
@@ -177,10 +177,10 @@ class TableModule(nn.Module):
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
         dtype: type of the stored rows: None for ``train.dtype``, or ``torch.bfloat16``. Updated bfloat16 rows
             are rounded up or down at random. A call returns ``train.dtype`` in both cases.
-        ids: names of the columns that the module passes to the table, such as ``"user"``. These are looked
-            up before the module runs; other ids are looked up when the module calls the table. A nested
-            column has a name like ``"features['user']"``, and a column of a tuple has its index as the name,
-            such as ``"0"``. If the batch is one tensor, the name is ``""``.
+        ids: names of the columns that the module passes to the table, such as ``"user"``. Their ids are
+            looked up before the module runs; other ids are looked up when the module calls the table. A
+            nested column has a name like ``"features['user']"``, and a column of a tuple has its index as
+            the name, such as ``"0"``. If the batch is one tensor, the name is ``""``.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -499,10 +499,10 @@ def _as_ids(ids: Tensor) -> Tensor:
 
 
 def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor | nn.Module]) -> nn.Module:
-    """Copy a module to the CPU, and replace each table in the copy.
+    """Copy a module to the CPU, with an ``nn.Embedding`` or ``nn.EmbeddingBag`` in place of each table.
 
     Args:
-        rows_of: returns a table's rows, from which a ``torch.nn`` module is made, or a module for its place.
+        rows_of: returns the rows of a table, or another module that takes the place of the table.
     """
     copies: dict[int, nn.Module] = {}
     for table in net.modules():

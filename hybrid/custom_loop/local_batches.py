@@ -276,7 +276,7 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples in ``data``; for a list of batches, of batches; -1 if unknown."""
+    """Return the number of samples in ``data``, or of batches if it is a list of them; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     if isinstance(data, DataLoader):
@@ -306,7 +306,7 @@ def cut_last(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterat
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return samples ``start : stop`` of ``size`` samples; one neighboring sample if start is stop."""
+    """Return samples ``start : stop`` of a batch, or one neighboring sample if start equals stop."""
     first, last = padding_bounds(size, start, stop, 1)
     return cut(batch, first, last) if first < last else cut(batch, start, stop)
 
@@ -378,8 +378,7 @@ def _map_columns(function: Callable[..., Any], *batches: Any, path: str = "") ->
     ``function`` gets the path of a column, and this column of each batch. A column is a tensor, a
     :class:`Jagged`, or a list or tuple of texts or numbers. Scalars, single texts and None stay as they are.
 
-    Raises:
-        DataError: the batches differ in structure, or in a scalar or text; or a value has another type.
+    DataError if the batches differ in structure, or in a scalar or text; or if a value has another type.
     """
     batch = batches[0]
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):

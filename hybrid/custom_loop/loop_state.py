@@ -153,10 +153,10 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return the settings that a resumed script should not change. Keys describe settings in messages.
+    """Return the settings that a resumed script should not have changed.
 
-    These are all settings of optimizers and schedulers and, if the net has dropout, the number of trainers.
-    DataError if the state of an object has a value that a checkpoint cannot store.
+    These are the settings of optimizers and schedulers, such as {"lr of SGD (object 0, group 0)": "0.1"}, and
+    the number of trainers if the net has dropout. DataError if a checkpoint cannot store an object's state.
     """
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
@@ -210,8 +210,7 @@ def pack_state(
 def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint) -> LoopProgress:
     """Load the module, and the objects if there are any, from a checkpoint; return its progress.
 
-    Raises:
-        CheckpointError: the checkpoint has another module, other objects, or invalid progress.
+    CheckpointError if the checkpoint has another module, other objects, or invalid progress.
     """
     state, tensors = unpack_dense(stored.tensors(DENSE_FILE))
     load_state(net, state, stored.folder)
@@ -260,7 +259,8 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
     """Return whether the stored state ``value`` has the structure and types of the state ``current``.
 
-    Dicts of ``value`` may lack keys. Extra keys must have numbers; ``has_more`` permits them at the top.
+    A dict in ``value`` may lack keys that ``current`` has. It may have further keys, whose values must be
+    numbers. Without ``has_more``, the outermost dict may have no further keys.
     """
     if isinstance(current, dict):
         return isinstance(value, dict) and all(

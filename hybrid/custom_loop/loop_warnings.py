@@ -38,10 +38,9 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the script has changed a learning rate, but [schedule] keeps those of tables constant.
+        """Warn if the script has changed a learning rate, but [schedule] leaves the rates of tables constant.
 
-        Raises:
-            RuntimeError: the momentum or the betas have changed, and the optimizer of a table has momentum.
+        RuntimeError if the momentum or the betas have changed, and the optimizer of a table has momentum.
         """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]

@@ -20,7 +20,7 @@ _FIELDS = {*NO_NUMBERS, "step", "time"}
 
 
 class ScriptLog:
-    """The log of a script that starts (``step`` 0) or resumes after ``step`` steps. Deletes later records.
+    """The log of a script that has taken ``step`` steps. Records of later steps are deleted from the file.
 
     Raises:
         ConfigError: a logger of the configuration cannot be loaded (:class:`RunLoggers`).

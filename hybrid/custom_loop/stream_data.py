@@ -38,7 +38,7 @@ class StreamData(EncodedData):
 
     Raises:
         ConfigError: see :meth:`Cluster.stream`; or ``hybrid compare`` cannot read the rows twice.
-        DataError, StorageError: the first unit is missing or unreadable. Methods raise these for later units.
+        DataError, StorageError: the first unit is missing or unreadable. Methods raise them for later units.
     """
 
     def __init__(self, backend: Backend, report: Callable[[str], object]) -> None:
@@ -94,7 +94,7 @@ class StreamData(EncodedData):
         return True
 
     def slices(self, slicing: Slicing) -> Iterator[LocalBatch]:
-        """Yield this trainer's slice of each step whose rows exist: in files, of all steps of the unit."""
+        """Yield this trainer's slice of each step whose rows exist: for files, all steps of the unit."""
         assert self._batches is not None
         empty, num_tasks = Batch.empty(*self.input_spec.sizes), len(self.config.all_tasks)
         batches = islice(self._batches, self._cursor.num_ready)

@@ -129,7 +129,7 @@ class TrainingLoop:
         warnings: warnings about the script.
         optimizers: the optimizers of the module's parameters, in the order of first use.
         pass_sizes: the sizes of the slices of the latest pass.
-        is_saving: True while a checkpoint reads the module's state dict; else reading it is an error.
+        is_saving: True while a checkpoint reads the module's state dict. Otherwise, a read is an error.
     """
 
     def __init__(self, backend: Backend, net: nn.Module) -> None:
@@ -323,7 +323,7 @@ class TrainingLoop:
                 self.advance(step_states.LEAVE_PASS)
 
     def flush(self) -> None:
-        """Wait until workers have all gradients. RuntimeError from ``backward`` to the end of a step."""
+        """Wait until workers have the gradients of all steps. RuntimeError if a step is incomplete."""
         step_states.FLUSH.state_after(self._state, self.step)
         self._engine.flush()
 
@@ -342,8 +342,7 @@ class TrainingLoop:
         The vectors were looked up before the batch was yielded, or are looked up now. As with ``torch.nn``,
         the script may change them in place, without an effect on other calls.
 
-        Raises:
-            RuntimeError: gradients are enabled, and the script has no training batch.
+        RuntimeError if gradients are enabled, and the script has no training batch.
         """
         if self._is_trying:
             size = call.module.request(call)[1].num_bags, call.module.embedding_dim
@@ -376,8 +375,8 @@ class TrainingLoop:
     def module_to_call(self, inputs: Any) -> nn.Module:
         """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
 
-        If the last batch of the data is smaller, the first call on a cluster first tests a copy of the module
-        with as few samples as this trainer will get of it. Batches with ``whole`` are not tested.
+        If the last batch of the data is smaller, the first call on a cluster tests a copy of the module with
+        as few samples as this trainer will get of the last batch. Batches with ``whole`` are not tested.
 
         Raises:
             DataError: the copy fails with these few samples, but not with the samples of the first batch.

@@ -101,9 +101,9 @@ class ScriptJob:
                     response = self._save(scripts[0], *arguments)
                 case "resume", (folder,) if task.scratch is not None:
                     record_script_checkpoints(task.scratch, folder)
-                case "load", (folder, manifest, number):
+                case "load", (folder, manifest, module_index):
                     source = HostedModule.load, folder, manifest.step
-                    loads = [t.call(*source, timeout_seconds=bulk) for t in self._tables[number]]
+                    loads = [t.call(*source, timeout_seconds=bulk) for t in self._tables[module_index]]
                     transport.gather(loads)
             transport.gather([script.call(Script.respond, response) for script in scripts])
         if task.scratch is not None:
@@ -146,11 +146,11 @@ class ScriptJob:
         dense_writer: "transport.Remote[Script]",
         folder: StoragePath,
         manifest: Manifest,
-        number: int,
+        module_index: int,
         texts: Mapping[str, str],
     ) -> tuple[str, str] | None:
-        """Save the script's module with index ``number``; return an error's kind and message, or None."""
-        tables, bulk = self._tables[number], BULK_TIMEOUT_SECONDS
+        """Save the script's module ``module_index``; return an error's kind and message, or None."""
+        tables, bulk = self._tables[module_index], BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 
         def start(partial: StoragePath) -> list[transport.Pending[Files]]:
@@ -242,16 +242,18 @@ class Script(Backend):
     def enable_restart(self, folder: StoragePath) -> None:
         self._send("resume", folder.absolute())
 
-    def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
+    def save(
+        self, module_index: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]
+    ) -> None:
         self._dense = dense
-        error = self._send("save", folder.absolute(), manifest, number, self.texts)
+        error = self._send("save", folder.absolute(), manifest, module_index, self.texts)
         self._dense = {}
         if error is not None:
             kind, message = error
             raise CheckpointError(message) from error_class(kind)(message)
 
-    def load(self, number: int, stored: Checkpoint) -> None:
-        self._send("load", stored.folder.absolute(), stored.manifest, number)
+    def load(self, module_index: int, stored: Checkpoint) -> None:
+        self._send("load", stored.folder.absolute(), stored.manifest, module_index)
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
