@@ -111,8 +111,8 @@ def _mlflow_name(text: str) -> str:
 class WandbLogger:
     """Writes a history, the configuration and a summary. A resumed run continues its W&B run.
 
-    W&B takes steps in ascending order only. So values of steps that a resumed run repeats are left out, and
-    values about a checkpoint if a later step has been logged before them.
+    W&B takes steps in ascending order only. Therefore, values are left out if values of a later step have
+    been logged before, for example if a resumed run repeats steps.
     """
 
     def start(self, run: LoggedRun) -> None:
