@@ -161,9 +161,10 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
 
 
 def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """Convert outputs to predictions, float64: probabilities, (N, C) for C classes; unchanged for regression.
+    """Convert the outputs of a task to predictions, in float64.
 
-    For retrieval, a prediction is the dot product of the two halves of an output: user and item vectors.
+    Logits become probabilities: (N,), or (N, C) for C classes. For retrieval, outputs (N, 2 * D) become dot
+    products of user and item vectors, (N,). For regression, the outputs are the predictions.
     """
     if task.kind == "binary":
         return probabilities(outputs_N)
