@@ -1,9 +1,9 @@
 """Folders of checkpoints: their names, their manifest, and functions to create, list and remove them.
 
 Each role writes its files into the folder ``step-N.partial``. The master adds the manifest, which lists the
-files, and renames the folder to ``step-N``. An object store cannot rename. There, the roles write into
-``step-N/parts-X``, with X random. The manifest comes last, into ``step-N``, and names "parts-X".
-docs/checkpoints.md describes every file. The module does not import torch.
+files, and renames the folder to ``step-N``. An object store cannot rename folders. In a store, the roles
+write into ``step-N/parts-X``, where X is random. Then the master writes the manifest, which names the folder
+``parts-X``, into ``step-N``. docs/checkpoints.md describes every file. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Best(NamedTuple):
 
 
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
-    """Return the better of ``best`` and the checkpoint after ``step``, whose model has ``metrics``.
+    """Return the better of ``best`` and the checkpoint after ``step``, by the metric named ``metric``.
 
-    ``metric`` is the name of the metric to compare. If ``metrics`` lacks it, return ``best``. If ``best`` is
-    None, has another metric, or has the value NaN, return the checkpoint after ``step``.
+    ``metrics`` are the results of the checkpoint after ``step``. Return ``best`` if they lack the metric, or
+    if both values are equal. Return the checkpoint after ``step`` if ``best`` has no value of the metric.
     """
     if (value := metrics.get(metric)) is None:  # "none" is no metric
         return best
@@ -93,11 +93,14 @@ def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], st
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of the manifest file of a checkpoint, an export or a delta."""
+    """The content of a manifest file, which lists the tables and files of a checkpoint, export or delta.
+
+    ``tables`` maps the name of a table to its number of rows, its dim and its number of shards.
+    """
 
     step: int  # optimizer steps taken
     epoch: int  # epochs finished
-    tables: dict[str, tuple[int, int, int]]  # table name to [number of rows, dim, number of shards]
+    tables: dict[str, tuple[int, int, int]]
     files: Files = field(default_factory=dict)  # every other file of the folder
     # Results of the last evaluation; empty if there was none.
     metrics: dict[str, float] = field(default_factory=dict)
@@ -106,7 +109,10 @@ class Manifest:
 
     @classmethod
     def read(cls, path: StoragePath) -> Manifest:
-        """Read a manifest file; CheckpointError if missing or invalid, OutageError if the store is down."""
+        """Read a manifest file.
+
+        Raise CheckpointError if the file is missing or invalid, OutageError if the store is down.
+        """
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             _expect(isinstance(document, dict), "it is not an object")
@@ -144,8 +150,7 @@ class Manifest:
     def write(self, folder: StoragePath) -> None:
         """Write the manifest and its checksum into ``folder``; replace an existing manifest atomically.
 
-        Raises:
-            CheckpointError: the manifest cannot be written, or is larger than :meth:`read` accepts.
+        Raise CheckpointError if the manifest cannot be written, or is larger than :meth:`read` accepts.
         """
         fields = dataclasses.asdict(self)
         if not self.parts:
@@ -162,8 +167,8 @@ class Manifest:
     def verify(self, folder: StoragePath) -> None:
         """Compare every file in ``folder`` with its checksum; in an object store, only the text files.
 
-        The other files of a store are verified when they are fetched. A local file is not read again if this
-        process has verified it, and its size and time have not changed.
+        Other files in a store are compared with their checksums when they are fetched. A local file is
+        skipped if this process has verified it before, and its size and modification time are the same.
 
         Raises:
             CheckpointError: a file is missing or altered.
@@ -201,7 +206,7 @@ def _text_checksum(text: str) -> str:
 
 
 def _parse_fields(fields: Any) -> Manifest:
-    """Create a manifest from untrusted JSON; TypeError or ValueError names a field that is invalid."""
+    """Create a manifest from untrusted JSON; raise TypeError or ValueError if a field is invalid."""
     known = {each.name for each in dataclasses.fields(Manifest)}
     is_manifest = isinstance(fields, dict) and fields.keys() | {"parts"} == known
     _expect(is_manifest, "its fields are not those of a manifest")
@@ -229,9 +234,9 @@ def _expect(condition: object, rule: str) -> None:
 
 
 def shard_file(table: str, index: int, count: int) -> str:
-    """Return the relative path of the file with one shard of a table.
+    """Return the path, within a checkpoint, of the file with shard ``index`` of a table's ``count`` shards.
 
-    If the name of the table is too long for a file name, its prefix and its hash are used.
+    If the name of the table is too long for a file name, the file name has its first bytes and its hash.
     """
     name, end = quote(table, safe=""), f".{index}-of-{count}.safetensors"
     if len(name) + len(end) > _MAX_NAME_BYTES:
@@ -246,7 +251,7 @@ def dense_file(trainer: int) -> str:
 
 
 def write_text(folder: StoragePath, name: str, text: str) -> Files:
-    """Write and flush a text file; return its entry for the manifest. CheckpointError if this fails."""
+    """Write and flush a text file; return its size and checksum. Raise CheckpointError if this fails."""
     content = text.encode()
     with write_errors(folder / name):
         storage.write_bytes(folder / name, content)
@@ -263,7 +268,7 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def to_checkpoint_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """Return the error for a failed write. If the disk is full, its message has ``missing_bytes``."""
+    """Return the error for a failed write. On a full disk, it names the number of unwritten bytes."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
@@ -275,7 +280,7 @@ def damage_error(path: StoragePath) -> CheckpointError:
 
 
 def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
-    """Return the path of the first of ``files`` that is missing or has another size, or None."""
+    """Return the path of the first of ``files`` that is missing or differs in size; None if all fit."""
     sizes = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
     paths = ((folder / name, size) for name, (size, _) in files.items())
     return next((path for path, size in paths if sizes.get(path) != size), None)
@@ -287,7 +292,10 @@ def step_folder(run: StoragePathT, step: int) -> StoragePathT:
 
 
 def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
-    """Return the folders of a run's complete checkpoints, newest first; StorageError if one is a link."""
+    """Return the folders of a run's complete checkpoints, newest first.
+
+    Raise StorageError if the folder of checkpoints, or a folder in it named like a checkpoint, is a link.
+    """
     folder = run / _FOLDER
     refuse_link(folder)
     entries = [each for each in storage.list_entries(folder) if _STEP_NAME.fullmatch(each.path.name)]
@@ -303,16 +311,16 @@ def parse_step(folder: StoragePath) -> int:
 
 
 def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of the vocabulary file ``name`` in the run folder that contains ``files_folder``."""
+    """Return the path of a run's vocabulary file; ``files_folder`` has the files of a checkpoint."""
     folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
 
 def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy the vocabulary file ``source`` for the checkpoint that is written into ``folder``.
+    """Copy the vocabulary file ``source`` for a new checkpoint; return its entry for the manifest.
 
-    All checkpoints of a run share a copy, ``name``, which manifests do not list, so return {}. Other
-    checkpoints have a copy in ``folder``; return its entry for the manifest. CheckpointError if this fails.
+    An export gets a copy in ``folder``. The checkpoints of a run share a copy, named ``name``, outside their
+    folders. Manifests do not list this copy: the result is {}. Raise CheckpointError if this fails.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
@@ -330,7 +338,11 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Return the folder for the files of a new checkpoint; CheckpointError if the checkpoint exists."""
+    """Return the folder into which roles write the files of a new checkpoint.
+
+    A local folder is created, and replaces the folder of an unfinished checkpoint. Raise CheckpointError if
+    the checkpoint exists already, or the folder cannot be created.
+    """
     if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
         raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):
@@ -345,8 +357,7 @@ def begin(folder: StoragePathT) -> StoragePathT:
 def commit(partial: StoragePathT, manifest: Manifest) -> StoragePathT:
     """Complete a checkpoint whose roles have written all files into ``partial``; return its final path.
 
-    Raises:
-        CheckpointError: a file is missing, the folder cannot be written, or the checkpoint exists already.
+    Raise CheckpointError if a file is missing, the folder cannot be written, or the checkpoint exists.
     """
     if (path := find_mismatch(partial, manifest.files)) is not None:
         rule = "set run.folder to storage that all hosts share"
@@ -377,7 +388,7 @@ def discard(partial: StoragePath) -> None:
 def remove(folder: StoragePath) -> None:
     """Mark a checkpoint as unfinished, then remove its files.
 
-    CheckpointError if the mark or an object store fails. Local files that cannot be removed are left.
+    Local files that cannot be removed are left. Raise CheckpointError if the mark or an object store fails.
     """
     with write_errors(folder):
         if isinstance(folder, RemotePath):
@@ -417,7 +428,10 @@ def remove_after(run: StoragePath, step: int) -> None:
 
 
 def prune(run: StoragePath, keep_last: int, best_step: int | None) -> None:
-    """Remove checkpoints, except the best and the ``keep_last`` newest; errors as in :func:`remove_after`."""
+    """Remove the checkpoints of a run, except the ``keep_last`` newest and the best (after ``best_step``).
+
+    Raise CheckpointError or StorageError if a checkpoint cannot be removed.
+    """
     for folder in list_checkpoints(run)[keep_last:]:
         if parse_step(folder) != best_step:
             remove(folder)

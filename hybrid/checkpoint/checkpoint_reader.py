@@ -37,11 +37,14 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class MappedRows:
-    """The rows of a table that does not grow, and their optimizer state, in mapped files."""
+    """The rows of a table that does not grow, and their optimizer state, in mapped files.
+
+    If ``has_ranges``, each shard is a range of rows. Otherwise, row r is in shard r mod the number of shards.
+    """
 
     shards: Sequence[Mapping[str, npt.NDArray[Any]]]
     num_rows: int
-    has_ranges: bool  # whether shards are ranges of rows; otherwise row r is in shard r mod n
+    has_ranges: bool
 
     def rows_of_shard(self, index: int) -> slice:
         """Return the slice of the table's rows that shard ``index`` has."""
@@ -79,19 +82,18 @@ class Checkpoint:
     """A checkpoint, an export or a delta, whose files are read on demand.
 
     Methods raise StorageError if a store fails, or a path is a symbolic link or cannot be accessed.
+    ``best_valid`` sets ``rank_text`` for messages, such as "the best (auc 0.8361) and the last".
     """
 
     folder: StoragePath
     manifest: Manifest
-    # Description for messages, such as "the best (auc 0.8361) and the last"; set by best_valid.
     rank_text: str = ""
 
     @classmethod
     def open(cls, folder: StoragePath) -> Checkpoint:
         """Open the checkpoint in ``folder``; compare the sizes of its files, but not their checksums.
 
-        Raises:
-            CheckpointError: there is no checkpoint or no valid manifest, or a file is missing or incomplete.
+        Raise CheckpointError if there is no checkpoint or valid manifest, or a file is missing or incomplete.
         """
         if not storage.exists(folder / MANIFEST_FILE):
             raise CheckpointError(f"{folder}: there is no checkpoint here")
@@ -108,7 +110,7 @@ class Checkpoint:
 
     @property
     def is_exported(self) -> bool:
-        """Whether ``hybrid export`` wrote it: it has no optimizer state, and a shard is a range of rows."""
+        """Whether this is an export, which has no optimizer state. A shard is a range of rows or buckets."""
         return EXPORTED in self.manifest.progress
 
     @classmethod
@@ -119,14 +121,13 @@ class Checkpoint:
             folder: a run folder, or a checkpoint, which is then the only candidate.
             log: receives one line about newer checkpoints, if they are damaged.
 
-        Raises:
-            CheckpointError: no checkpoint is valid.
+        Raise CheckpointError if no checkpoint is valid.
         """
         return cls._first_valid(folder, _candidates(folder), log)
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open a run's best checkpoint; if that is damaged or unknown, the newest valid checkpoint.
+        """Open a run's best checkpoint; if the best is damaged or unknown, open the newest valid checkpoint.
 
         Args:
             folder: a run folder, a checkpoint, an export, or the output of ``hybrid export --follow``, whose
@@ -177,8 +178,7 @@ class Checkpoint:
     def map_rows(self, table: str, num_rows: int, dim: int) -> MappedRows:
         """Map the shards of a table into memory, read-only. Not for growing tables.
 
-        Raises:
-            CheckpointError: the table is missing, a file is damaged, or a shape is not as in the arguments.
+        Raise CheckpointError if the table is missing, a file is damaged, or the shape of the table differs.
         """
         shards = [self.map_shard(table, index) for index in range(self.num_shards(table))]
         mapped = MappedRows(shards, num_rows, self.is_exported)
@@ -202,13 +202,14 @@ class Checkpoint:
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Copy rows ``index``, ``index + count`` etc., with optimizer state, into the shard of a worker.
 
-        The checkpoint may have another number of shards than ``count``, but it must not be an export.
+        The checkpoint must not be an export. It may have more or fewer shards than ``count``.
 
         Args:
-            into: "weight" and optimizer state of the shard.
+            count: number of shards of the table on the workers.
+            into: rows ("weight") and optimizer state of shard ``index``.
 
         Raises:
-            CheckpointError: the table is missing or damaged, or has other rows, another width or optimizer.
+            CheckpointError: the table is missing or damaged, or its shape or optimizer does not fit ``into``.
         """
         num_shards = self.num_shards(table)
         common = math.gcd(count, num_shards)

@@ -1,4 +1,4 @@
-"""Deltas of a run: the changes of its model since the last full checkpoint or delta, and their list.
+"""Deltas, which store the changes of a run's model between two steps, and the list of a run's deltas.
 
 A delta is a folder ``deltas/step-N``, written like a checkpoint, but without optimizer state. It has the
 changed rows, the dense nets, and the keys that lost their rows in growing tables. ``deltas/current.json``
@@ -37,7 +37,7 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """The state of a run's model after a step, as a checkpoint or a delta has stored it."""
+    """A run's model after a step, as stored by a checkpoint or a delta. ``sequence`` counts the deltas."""
 
     sequence: int  # rises by one with each delta; 0 for the first checkpoint
     step: int
@@ -48,7 +48,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class DeltaChain:
-    """The content of ``deltas/current.json``: the newest full checkpoint, and deltas before and after it."""
+    """The content of ``deltas/current.json``: the list of a run's deltas, and the newest full checkpoint."""
 
     base: ModelVersion  # the model of the newest full checkpoint
     base_checkpoint: str  # :func:`identity_of` this checkpoint
@@ -60,7 +60,7 @@ class DeltaChain:
         return self.deltas[-1] if self.deltas else self.base
 
     def after(self, identity: str) -> Sequence[ModelVersion] | None:
-        """Return the deltas from the model ``identity`` to the last model; None if they are not listed."""
+        """Return the deltas after the model ``identity``; None if the list does not contain this model."""
         if identity == self.last.identity:
             return ()
         parents = [delta.parent for delta in self.deltas]
@@ -109,13 +109,13 @@ def delta_folder(run: StoragePath, step: int) -> StoragePath:
 
 
 def identity_of(manifest: Manifest) -> str:
-    """Return the identity of the model in a checkpoint, or after a delta."""
+    """Return the identity of the model that a checkpoint or a delta with this manifest stores."""
     content: list[Any] = [manifest.step, manifest.files, manifest.progress.get(PARENT, "")]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class ChangedRows(NamedTuple):
-    """The changes of a table in one file of a delta."""
+    """The changes of a table in one file of a delta; ``rows`` are the keys if the table grows."""
 
     rows: npt.NDArray[np.int64]  # row numbers, or keys of a growing table, (U,)
     weight: npt.NDArray[Any]  # the new values, (U, D)
@@ -126,7 +126,7 @@ Changes: TypeAlias = dict[str, list[ChangedRows]]  # by table, in the order in w
 
 
 def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
-    """Open a delta and verify its files; CheckpointError if it is missing, damaged or not of ``version``."""
+    """Open and verify the delta of ``version``; CheckpointError if missing, damaged or of another version."""
     folder = delta_folder(run, version.step)
     refuse_link(folder, run)
     delta = Checkpoint.open(folder)

@@ -5,8 +5,8 @@ of these steps (``key_maps.py``). A file has the keys of some buckets, ascending
 
 - keys with rows: ``keys``, ``weight``, optimizer state, and the records, ``counts`` and ``last_steps``;
 - pending keys: ``pending_keys``, ``pending_counts`` and ``pending_last_steps``;
-- ``steps_before``: number of steps of the earlier runs that trained this table (see ``train.initial``). The
-  steps in ``last_steps`` are numbered from the start of the first of these runs.
+- ``steps_before``: the number of steps in which earlier runs trained this table, if the run continues their
+  model (``train.initial``). The numbers in ``last_steps`` count these steps, too.
 
 An export has only ``keys`` and ``weight``.
 """
@@ -39,7 +39,7 @@ Widths: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of the row ("weight"
 
 
 class StoredKeys(NamedTuple):
-    """Keys of one file, with their rows and records."""
+    """Keys of one file, with their rows and records. ``num_steps`` counts the steps of earlier runs, too."""
 
     records_R2: npt.NDArray[np.int64]  # key and record of each row
     rows: Arrays  # the rows ("weight") and their optimizer state
@@ -56,8 +56,9 @@ def pack_keys(
     """Return the tensors for the file of a shard, sorted by key (as an unsigned number).
 
     Args:
-        records_R2: a key and its record for each row; the record of an unused row is negative.
-        pending_P2: each pending key and its record.
+        records_R2: key and record of each row; a row with a negative record has no key, and is left out.
+        pending_P2: key and record of each pending key.
+        steps_before: number of steps of earlier runs, as in the module docstring.
         tensors: rows ("weight") and optimizer state. The dict is emptied, to free memory early.
     """
     used = np.flatnonzero(records_R2[:, 1] >= 0)
@@ -71,13 +72,12 @@ def pack_keys(
 def map_keys(
     checkpoint: Checkpoint, table: str, widths: Widths, buckets: range = range(NUM_BUCKETS)
 ) -> Iterator[Arrays]:
-    """Map files with keys in ``buckets`` into memory, by ascending keys; yield the arrays of each file.
+    """Map the files with keys in ``buckets``, in order of the keys; yield the arrays of each file.
 
-    A file may also have keys of other buckets, and optimizer state that is not in ``widths``. An export lacks
-    records, so its keys get records as if an earlier run with one step had read all of them.
+    A file may also have keys of other buckets, and optimizer state that is not in ``widths``. An export has
+    no records. Each of its keys gets the record of one read, in step 1 of an earlier run.
 
-    Raises:
-        CheckpointError: the table is missing, or a file is invalid or does not fit ``widths``.
+    Raise CheckpointError if the table is missing, a file is invalid, or a shape is not as in ``widths``.
     """
     count = checkpoint.num_shards(table)
     for index in range(count):
@@ -115,7 +115,7 @@ def _split(prefix: str, records_R2: npt.NDArray[np.int64]) -> dict[str, Tensor]:
 
 
 def find_buckets(keys: npt.NDArray[np.int64], buckets: range) -> slice:
-    """Return the positions of the keys in ``buckets``; the keys ascend as unsigned numbers."""
+    """Return the slice of ``keys`` that is in ``buckets``; ``keys`` ascend as unsigned numbers."""
     unsigned = keys.view(np.uint64)
     first = unsigned.searchsorted(np.uint64(buckets.start << KEY_BITS))
     last = unsigned.searchsorted(np.uint64((buckets.stop << KEY_BITS) - 1), side="right")

@@ -59,8 +59,7 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
 
     Tensors must be on the CPU. Tensors that are not contiguous are copied one at a time.
 
-    Raises:
-        CheckpointError: the file cannot be written, or the format lacks the type of a tensor.
+    Raise CheckpointError if the file cannot be written, or the format lacks the type of a tensor.
     """
     path = folder / name
     # Wide types first, so that each tensor is aligned when the file is mapped into memory.
@@ -92,7 +91,7 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
 
 
 def find_unstorable(state: Mapping[str, Any]) -> str | None:
-    """Return a message that names a value which files cannot store, such as a complex tensor, or None."""
+    """Return a message that names the first value that a checkpoint cannot store; None if there is none."""
     for name, value in state.items():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         if kind not in _DTYPES:
@@ -106,11 +105,11 @@ def map_arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Map the named tensors of a file into memory, read-only; pages are read on access.
 
-    This does not use safetensors, whose mapping reserves memory for the whole file.
+    The mapping of safetensors is not used, since it reserves memory for the whole file.
 
     Args:
         sha256: the checksum of the file, checked only if the file comes from an object store.
-        root: a folder above a local file; symbolic links below this folder are refused.
+        root: folder that contains a local file; symbolic links between this folder and the file are refused.
 
     Raises:
         CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
@@ -163,7 +162,10 @@ def read_tensors(
 
 
 def read_header(local: Path) -> bytes:
-    """Return the header of a local file; ValueError if the header is too long or the file too short."""
+    """Return the JSON header of a local file, without its length.
+
+    Raise ValueError if the file has fewer than 8 bytes, or the header is too long.
+    """
     with open(local, "rb") as file:
         start = file.read(_LENGTH_BYTES)
         if len(start) < _LENGTH_BYTES:
@@ -199,7 +201,10 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | me
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return CPU copies of a net's state, ``net.NAME``, and optimizer state, ``optimizer.INDEX.KEY``."""
+    """Copy a dense net's state dict and its optimizer state to the CPU, as one dict.
+
+    The names are ``net.NAME``, and ``optimizer.INDEX.KEY`` with the index of a parameter; None is left out.
+    """
     tensors = {f"net.{name}": tensor for name, tensor in net.items()}
     for index, values in state.items():
         for key, value in values.items():
@@ -222,7 +227,7 @@ def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: StoragePath) -> None:
-    """Load a module's state dict; CheckpointError if names or shapes differ."""
+    """Load a state dict, read from ``folder``, into a module; CheckpointError if names or shapes differ."""
     try:
         module.load_state_dict(dict(state))
     except RuntimeError as error:
