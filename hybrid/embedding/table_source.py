@@ -32,13 +32,13 @@ class TableSource(Protocol):
         """
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], next_lookup: LookupRequest | None = None
     ) -> PendingResult[list[Tensor]]:
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            attached: a lookup of a later step, which is sent in the same message.
+            next_lookup: a lookup of a later step, which is sent in the same message.
 
         Returns:
-            The vectors of the attached lookup; an empty list if ``attached`` is None.
+            The vectors of ``next_lookup``; an empty list if ``next_lookup`` is None.
         """

@@ -77,13 +77,13 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """Pass gradients to the tables; return a future of the vectors of the lookup in ``plain``, or of []."""
-    number, ticket, num_grads, attached_ticket, items = plain
+    number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
     grads = tensors[:num_grads]
-    attached = None
-    if attached_ticket is not None:
-        attached = LookupRequest(Ticket.of(attached_ticket), unpack_items(items, tensors[num_grads:]))
-    return tables.send_gradients(Ticket.of(ticket), grads, attached)
+    next_lookup = None
+    if next_ticket is not None:
+        next_lookup = LookupRequest(Ticket.of(next_ticket), unpack_items(items, tensors[num_grads:]))
+    return tables.send_gradients(Ticket.of(ticket), grads, next_lookup)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -110,11 +110,11 @@ class RemoteTables(RemoteHosted[TableShards], TableSource):
         return PendingTensors(self.role, client.call(endpoints.lookup, request, tensors))
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], next_lookup: LookupRequest | None = None
     ) -> PendingTensors[list[Tensor]]:
-        attached_ticket = None if attached is None else attached.ticket.plain
-        plain, tensors = pack_items(() if attached is None else attached.items)
-        request = self.number, ticket.plain, len(grads), attached_ticket, plain
+        next_ticket = None if next_lookup is None else next_lookup.ticket.plain
+        plain, tensors = pack_items(() if next_lookup is None else next_lookup.items)
+        request = self.number, ticket.plain, len(grads), next_ticket, plain
         client = endpoints.running.clients[self.role]
         return PendingTensors(self.role, client.call(endpoints.exchange, request, [*grads, *tensors]))
 

@@ -73,13 +73,13 @@ class Embeddings:
         self._device = device
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, list[slice] | None]]] = {}
 
-    def lookup(self, sparse: SparseFeatures, ticket: Ticket, carrier: Lookup | None = None) -> Lookup:
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket, previous: Lookup | None = None) -> Lookup:
         """Start the lookup of a batch, and return it without waiting for the vectors.
 
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            carrier: a prefetched lookup of an earlier step, whose gradients are sent in the same messages
+            previous: a prefetched lookup of an earlier step, whose gradients are sent in the same messages
                 as the requests of this lookup. None sends the requests now.
 
         Raises:
@@ -93,11 +93,11 @@ class Embeddings:
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
         rows, columns = routes[0]
         if self._device.type != "cpu" and isinstance(rows, RowAssembler) and columns is None:
-            lookup = Lookup(ticket, items, GpuLayout(rows), self.sources).send_or_attach(carrier)
+            lookup = Lookup(ticket, items, GpuLayout(rows), self.sources).send_or_attach(previous)
             lookup.ranks_BF = to_device(rows.ranks().view(rows.shape_BFD[:2]), self._device)
             return lookup
         layout = ConcatenatedLayout(routes, self._ends[-1], lengths)
-        return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
+        return Lookup(ticket, items, layout, self.sources).send_or_attach(previous)
 
     def _routes_of(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, list[slice] | None]]:
         every = range(len(self._features))
@@ -245,7 +245,7 @@ class ModuleTables:
         }
 
     def lookup(
-        self, requests: Sequence[TableRequest], ticket: Ticket, carrier: Lookup | None = None
+        self, requests: Sequence[TableRequest], ticket: Ticket, previous: Lookup | None = None
     ) -> Lookup:
         """Start the lookup for several calls of ``hybrid.Embedding`` on all workers, without waiting.
 
@@ -255,14 +255,14 @@ class ModuleTables:
 
         Args:
             requests: the table and ids of each call.
-            ticket, carrier: see :meth:`Embeddings.lookup`, also for errors.
+            ticket, previous: see :meth:`Embeddings.lookup`, also for errors.
         """
         items: Items = {worker: [] for worker in self.sources.by_worker}
         with self.sources.clock.span("ids"):
             for name, bags in requests:
                 self._check(self._tables[name], bags.ids_L)
             layout = self._layout(requests, items, ticket.purpose)
-        return Lookup(ticket, items, layout, self.sources).send_or_attach(carrier)
+        return Lookup(ticket, items, layout, self.sources).send_or_attach(previous)
 
     def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _CallLayout:
         vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]

@@ -82,17 +82,17 @@ class Lookup:
         self._layout = layout
         self._sources = sources
         self._clock = sources.clock
-        self._attached: Lookup | None = None  # its requests are sent with the gradients of this lookup
+        self._next: Lookup | None = None  # its requests are sent with the gradients of this lookup
         self._responses: dict[int, PendingResult[list[Tensor]]] = {}  # by worker
         # Of the received tensors: the type of the vectors that are not rows in bfloat16, and which ones are.
         self._wire_dtype = torch.float32
         self._is_bits: list[bool] = []
         self.ranks_BF: Tensor | None = None
 
-    def send_or_attach(self, carrier: Lookup | None) -> Lookup:
-        """Send the requests now, or later with the gradients of ``carrier`` if it is given. Return self."""
-        if carrier is not None:
-            carrier._attached = self
+    def send_or_attach(self, previous: Lookup | None) -> Lookup:
+        """Send the requests now, or later with the gradients of ``previous`` if it is given. Return self."""
+        if previous is not None:
+            previous._next = self
             return self
         for worker, items in self._items.items():
             with self._clock.span("send") as span:
@@ -130,7 +130,7 @@ class Lookup:
         self._responses = {}  # free them early
         tensors = [tensor for response, size in responses for tensor in response[:size]]
         zeros = [tensor for response, size in responses for tensor in response[size:]]
-        # Autograd records a function of plain values only if one of its inputs requires a gradient.
+        # Autograd calls _Assemble.backward only if an input requires a gradient; received vectors do not.
         anchor = torch.zeros(0, requires_grad=self.is_prefetched)
         with self._clock.span("assemble"):
             outputs: tuple[Tensor, ...] = _Assemble.apply(anchor, self, *tensors, *zeros)  # type: ignore[no-untyped-call]
@@ -161,15 +161,19 @@ class Lookup:
     def send_gradients(self, by_worker: Mapping[int, Sequence[Tensor]]) -> None:
         """Send gradients to the workers. If a later lookup is attached, the messages carry its requests."""
         for worker, grads in by_worker.items():
-            attached = self._attached
-            request = None if attached is None else LookupRequest(attached._ticket, attached._items[worker])
+            next_lookup = self._next
+            request = (
+                None
+                if next_lookup is None
+                else LookupRequest(next_lookup._ticket, next_lookup._items[worker])
+            )
             with self._clock.span("send") as span:
                 _record_bytes(span, grads, () if request is None else request.items)
                 response = self._sources.by_worker[worker].send_gradients(self._ticket, grads, request)
-            if attached is None:
+            if next_lookup is None:
                 self._sources.add(response)
             else:
-                attached._expect(worker, response)
+                next_lookup._expect(worker, response)
 
     def _expect(self, worker: int, response: PendingResult[list[Tensor]]) -> None:
         self._responses[worker] = response

@@ -136,19 +136,19 @@ class TableShards(HostedModule, TableSource):
         return {name: counts for group in self.groups for name, counts in group.take_counts().items()}
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], next_lookup: LookupRequest | None = None
     ) -> Future[list[Tensor]]:
         items = self._prefetched.pop(ticket.key, None)
         if items is None:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
         response: Future[list[Tensor]]
-        if attached is None:
+        if next_lookup is None:
             response = Future()
             response.set_result([])
         else:  # before the gradients, since the update that they may complete runs the waiting lookups
-            response = self.lookup(attached.ticket, attached.items)
-        # The sender of a lookup waits for the update anyway, so the update may run in this thread.
-        self.contribute(ticket, items, grads, should_update_here=attached is not None)
+            response = self.lookup(next_lookup.ticket, next_lookup.items)
+        # The trainer that sends a lookup waits for the update anyway, so this thread may apply the update.
+        self.contribute(ticket, items, grads, should_update_here=next_lookup is not None)
         return response
 
     def contribute(

@@ -46,7 +46,7 @@ def test_lookups_see_updates_and_flush_waits_for_messages_with_gradients(
     tickets: list[Ticket] = []
     flushed: list[object] = []
 
-    def lookup(ids: object, ticket: Ticket, carrier: object = None) -> object:
+    def lookup(ids: object, ticket: Ticket, previous: object = None) -> object:
         tickets.append(ticket)
         return SimpleNamespace(flush=lambda: flushed.append(ticket.step))
 

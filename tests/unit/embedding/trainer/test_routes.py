@@ -421,13 +421,13 @@ class FakeHost:
         return response
 
     def send_gradients(
-        self, ticket: Ticket, grads: Sequence[Tensor], attached: LookupRequest | None = None
+        self, ticket: Ticket, grads: Sequence[Tensor], next_lookup: LookupRequest | None = None
     ) -> Message | Future[list[Tensor]]:
         self.sent.append((ticket, list(grads), Message()))
-        if attached is None:
+        if next_lookup is None:
             return self.sent[-1][2]
-        self.exchanged.append((ticket, attached.ticket))
-        return self.lookup(*attached)
+        self.exchanged.append((ticket, next_lookup.ticket))
+        return self.lookup(*next_lookup)
 
 
 @pytest.fixture
