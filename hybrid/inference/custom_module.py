@@ -1,4 +1,4 @@
-"""The module of a custom training loop, with the tables of its checkpoint."""
+"""The module of a custom training loop, with the tables of a checkpoint that the loop has written."""
 
 import copy
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ class CustomModule(TrainedModule):
     """A trained model whose net is the module of a custom training loop.
 
     Args:
-        name: FILE.py:FUNCTION or package.module:FUNCTION. The function, or class, makes the module. Its
-            argument has the attributes ``num_rows`` and ``dense_columns`` of :class:`PreparedData`.
+        name: FILE.py:FUNCTION or package.module:FUNCTION. This function, or class, makes the module from one
+            argument, which has the attributes ``num_rows`` and ``dense_columns`` of :class:`PreparedData`.
         in_memory: whether tables are parameters in memory; otherwise rows are read from the files.
 
     Raises:
@@ -87,7 +87,7 @@ class CustomModule(TrainedModule):
 
 
 class StoredTable(nn.Module):
-    """The replacement of ``table`` for inference: a call has the same arguments and results, without workers.
+    """A replacement of ``table`` that needs no workers: a call has the same arguments, and returns the same.
 
     Args:
         rows: a module that returns the stored rows (ids, D) of ids (ids,), or of keys if ``table`` grows.

@@ -50,9 +50,9 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
 def follow_changes(
     root: StoragePath, *, trust_code: bool = False, in_memory: bool = True
 ) -> Iterator[tuple[ConfiguredModule, Changes]]:
-    """Yield the modules of :func:`follow`, each with the changes since it was last yielded.
+    """Yield the modules of :func:`follow`, each with the changes of the tables since the last iteration.
 
-    The changes of a new module are those since its checkpoint.
+    With a module that was just read from a checkpoint, yield the changes since this checkpoint.
 
     Args:
         in_memory: whether tables are in memory and get the changes; otherwise they stay as in the checkpoint.
@@ -91,7 +91,7 @@ def follow_changes(
 def _apply(delta: Checkpoint, model: ConfiguredModule, changes: Changes) -> None:
     """Apply a delta to the nets, the encoder and the tables in memory, and add its rows to ``changes``.
 
-    CheckpointError if the delta is damaged; the nets may then have its parameters, but the tables do not.
+    Raise CheckpointError if the delta is damaged; the nets, but not the tables, may then be changed.
     """
     of_tables = [
         read_changes(delta, table.name, None if table.growth else table.num_rows, table.dim)

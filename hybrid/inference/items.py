@@ -50,7 +50,7 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Return ``predictions`` whose outputs are the ranks of the samples' items among all items."""
+        """Return a copy of ``predictions`` whose outputs are the rank of each sample's item in all items."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
@@ -60,8 +60,7 @@ class Items:
         Args:
             outputs_BO: outputs of the model, whose first half is the user vector.
 
-        Raises:
-            ConfigError: ``k`` is below 1 or above the number of items, or the model does not store names.
+        Raise ConfigError if ``k`` is not in 1 to the number of items, or the model does not store names.
         """
         if not 1 <= k <= len(self.names):
             raise ConfigError(self._key, f"must be at least 1 and at most the {len(self.names):,} items", k)

@@ -33,7 +33,7 @@ _EXAMPLE_SIZES, _EXAMPLE_IDS = {SAMPLES: 3, STARTS: 4}, 5
 
 
 class _PlainTensors(nn.Module):
-    """The model as a function of plain tensors, in the order of ``input_names``."""
+    """The model as a function of plain tensors, in the order of ``TrainedModule.input_names``."""
 
     def __init__(self, model: TrainedModule) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def check_packages(formats: Sequence[str]) -> None:
 
 
 class _UnfailingWriter(io.BufferedWriter):
-    """A writer that keeps its last error, because torch would end the process after an error."""
+    """A writer that stores its last error instead of raising it, since torch would then end the process."""
 
     error: OSError | None = None
 

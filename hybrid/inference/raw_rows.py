@@ -37,16 +37,15 @@ _BLOCK_ROWS = 1 << 16  # rows per block of a prepared data set
 
 
 class RowBlock(NamedTuple):
-    """A block of B encoded rows of the input."""
+    """B encoded rows. ``source_rows_B`` numbers all rows of the input from 0, including invalid rows."""
 
     batch: Batch  # the encoded values; the labels are NaN if they are not read
-    # The number of each row in the input: from 0, over all files. Invalid rows are counted.
     source_rows_B: npt.NDArray[np.int64]
     passthrough: Mapping[str, Any] = {}  # requested columns of the input by name, unchanged
 
 
 def table_batch(trained: TrainedRun, columns: Any) -> Batch:
-    """Encode raw columns; ``columns`` and the errors are as in :meth:`TrainedModule.encode`."""
+    """Encode raw columns as a batch; for ``columns`` and errors, see :meth:`TrainedModule.encode`."""
     try:
         table = pa.table(columns)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
@@ -100,7 +99,7 @@ def _layout(
     with_labels: bool = False,
     passthrough: Sequence[tuple[str, str]] = (),
 ) -> Layout:
-    """Return the columns that a model reads from ``files``; without files, from a table in memory."""
+    """Return the columns that a model reads from ``files``, or from a table in memory if there are none."""
     config = trained.config
     data = create_file_section(config, files, trained.encoder.input_spec)
     if not files:  # a table in memory has the columns of side tables
@@ -116,7 +115,7 @@ class PreparedRows:
 
     @property
     def report(self) -> DatasetReport:
-        """The number of rows, invalid rows and unknown values."""
+        """The numbers of rows, of invalid rows, and of unknown values, from the preparation."""
         return self.dataset.report
 
     def blocks(self) -> Iterator[RowBlock]:
@@ -133,19 +132,23 @@ class PreparedRows:
 class SourceRows:
     """Rows of files in the format of the training files.
 
-    ConfigError if ``text`` is given for Parquet; ConfigError or DataError if a side table is invalid.
+    Args:
+        passthrough: further columns to return unchanged, each as (command-line option, column).
+        with_labels: whether every row must have its labels.
+        text: blocks of CSV or TSV that replace the content of the only file; None to read the files.
+        optional: a column of ``data.sparse``; the files may lack the input columns of this column.
+        selection: numbers of the rows to use, ascending, counted from 0 over all files; None for all rows.
+
+    Raise ConfigError if ``text`` is given for Parquet, ConfigError or DataError if a side table is invalid.
     """
 
     trained: TrainedRun
     files: Sequence[StoragePath]
-    # Further columns to read: pairs of the option that names the column, and the column.
     passthrough: Sequence[tuple[str, str]] = ()
     progress: Callable[[str], None] = ignore_progress
-    with_labels: bool = False  # whether every row must have its labels
-    # Blocks of CSV or TSV that replace the content of the only file; None to read the files.
+    with_labels: bool = False
     text: Iterator[bytes] | None = None
-    optional: str = ""  # a column of data.sparse; the files may lack the input columns of this column
-    # The numbers of the source rows to use, ascending; None for all rows.
+    optional: str = ""
     selection: npt.NDArray[np.int64] | None = None
     layout: Layout = field(init=False)
     # The number of rows, invalid rows and unknown values; set after the last block.
@@ -160,7 +163,7 @@ class SourceRows:
             raise ConfigError(_INPUT, rule, "-")
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yield the valid rows, or only those of ``selection``, in order; then set ``report``.
+        """Yield the valid rows, or only the rows of ``selection``, in order; then set ``report``.
 
         Raises:
             ConfigError: the input lacks a column.

@@ -42,7 +42,7 @@ SHARD_BYTES = 64 << 20
 
 
 class TableExport:
-    """The tables of a model. Each call of :meth:`write` exports them with all changes so far.
+    """The tables of a model. Each call of :meth:`write` applies new changes, and exports all tables.
 
     The rows come from the files of the model's checkpoint at first, and later from the files of the last
     export. These files stay mapped, so they may be deleted in the meantime.
@@ -75,8 +75,7 @@ class TableExport:
         Returns:
             The names of the files and folders in ``folder`` that were written.
 
-        Raises:
-            CheckpointError: the folder cannot be written.
+        Raise CheckpointError if the folder cannot be written.
         """
         model, trained = self.model, self.model.trained
         files: Files = {}

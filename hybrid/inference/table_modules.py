@@ -1,4 +1,4 @@
-"""Tables of a checkpoint as modules: growing tables in memory, and tables of both kinds in mapped files.
+"""Tables of a checkpoint as modules: growing tables in memory, and all tables in mapped files.
 
 For a key without a row, a growing table returns the initial row or zeros, as ``Growth.unknown`` says.
 """
@@ -35,7 +35,7 @@ class GrowingTable(nn.Module):
     """A growing table in memory, of N rows.
 
     Attributes:
-        weight: the rows, and a row of zeros, (N + 1, D).
+        weight: the N rows, followed by a row of zeros, which keys without a row get, (N + 1, D).
     """
 
     ordered_keys: Tensor  # int64 (N + 1,): ``key ^ _SIGN`` of each row, ascending; then a 0
@@ -91,7 +91,7 @@ class MappedTable(nn.Module):
 
     Args:
         read: function from row numbers, or keys of a growing table, to a dict with the rows as "weight".
-        dtype: data type of the vectors; ``to`` changes it, as it does for tables in memory.
+        dtype: data type of the vectors; the method ``to`` of the module changes it.
     """
 
     empty: Tensor

@@ -94,9 +94,9 @@ def load(
 
 
 def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
-    """Load the dense parameters of a checkpoint into a module; return the tables of the module by name.
+    """Load the dense parameters of a checkpoint into ``module``; return the tables in ``module`` by name.
 
-    CheckpointError if the checkpoint is of another module.
+    The tables are not loaded. Raise CheckpointError if the checkpoint is of another module.
     """
     tables = {name: each for name, each in module.named_modules() if isinstance(each, TableModule)}
     if tables.keys() != stored.manifest.tables.keys():
@@ -124,7 +124,8 @@ class TrainedModule(nn.Module):
 
     - ``dense``: the numeric columns, (samples, columns).
     - ``NAME`` of a categorical column: its ids, (samples,). If samples have any number of ids, the value is a
-      :class:`hybrid.Jagged`, or a tensor of all samples' ids, with int64 ``NAME.offsets`` (samples + 1).
+      :class:`hybrid.Jagged`, or a tensor of all samples' ids. With such a tensor, int64 ``NAME.offsets``
+      (samples + 1) has the start of each sample's ids, and the end.
     - ``NAME.weights``: the weights of the ids, a Jagged or a tensor like the ids, with the same offsets.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
@@ -133,7 +134,7 @@ class TrainedModule(nn.Module):
 
     Args:
         tables: the tables, with names as in the checkpoint.
-        sequences: indices of the sparse columns in which the order of ids may matter.
+        sequences: indices of the sparse columns that may be sequences, in which the order of ids matters.
         in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
 
     Raises:
@@ -210,7 +211,7 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1. Multi-hot ids are Jagged."""
+        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1; multi-hot ids are Jagged."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
@@ -231,12 +232,12 @@ class TrainedModule(nn.Module):
         return module.keys
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
-        """Convert raw values to a batch; the values are as in the files of the run.
+        """Convert raw values, such as the training files contain, to a batch.
 
         Args:
             columns: a dict of lists or arrays, a pyarrow table, or a pandas data frame. A column with any
-                number of values per sample has lists. Ids with weights are texts as in files, lists of these
-                texts, or maps or pairs of pyarrow.
+                number of values per sample has lists. Ids with weights are texts such as "7:0.5", lists of
+                these texts, or maps or pairs of pyarrow.
 
         Raises:
             ConfigError: a column of the model is missing.
@@ -331,9 +332,9 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 
 
 def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
-    """Return one vector per bag, (bags, length * D + 1): its first ``length`` rows, and their number.
+    """Return one vector per bag, (bags, length * D + 1): at most ``length`` rows, then their number.
 
-    Missing rows are zeros. ``rows_LD`` and ``offsets`` are as for :func:`pool_bags`.
+    A bag with fewer rows is padded with zeros. ``rows_LD`` and ``offsets`` are as for :func:`pool_bags`.
     """
     num_bags, dim = offsets.shape[0] - 1, rows_LD.shape[1]
     bag_L = _bag_indices(offsets, rows_LD.shape[0])
@@ -354,15 +355,15 @@ def _bag_indices(offsets: Tensor, num_rows: int) -> Tensor:
 def prediction_names(tasks: Mapping[str, TaskSection]) -> list[str]:
     """Return the name of the prediction of each task.
 
-    Names are like ``click.probability`` for a binary task or classes, ``spent.value`` for a regression, and
-    ``score`` for retrieval. A single task has no prefix.
+    A name ends in ``probability`` (binary tasks and tasks of classes), ``value`` (regression) or ``score``
+    (retrieval). With several tasks, the name of the task comes first, as in ``click.probability``.
     """
     names = {"regression": "value", "retrieval": "score"}
     return [metric_name(tasks, name, names.get(task.kind, "probability")) for name, task in tasks.items()]
 
 
 def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[str, Tensor]:
-    """Return the predictions of a module by name, of shape (B,), or (B, C) for C classes.
+    """Convert the outputs of a module to predictions by name, of shape (B,), or (B, C) for C classes.
 
     For retrieval, ``score`` (B,) is the dot product of ``user_vector`` and ``item_vector``, both (B, D).
     """

@@ -43,9 +43,10 @@ class TrainedRun:
         *,
         uses_data: bool = False,
     ) -> TrainedRun:
-        """Read the best checkpoint of a run, or a given checkpoint or export.
+        """Read the best checkpoint of a run, or a checkpoint or export.
 
         Args:
+            folder: the folder of the run, checkpoint or export.
             warn: receives a message if damaged checkpoints are skipped.
             trust_code: whether the user trusts the code and data paths of the run without a signature.
             uses_data: whether the caller will read the run's data; if so, their paths need a signature.
@@ -67,7 +68,7 @@ class TrainedRun:
 
     @property
     def origin(self) -> str:
-        """The folder of the checkpoint, and for a run, whether it is the best or the last checkpoint."""
+        """The folder of the checkpoint as text; for a run, also whether it is the best or last checkpoint."""
         stored = self.stored
         return f"{stored.folder}, {stored.rank_text}" if stored.rank_text else str(stored.folder)
 
@@ -101,7 +102,7 @@ class TrainedRun:
         return net, remote_net
 
     def _check_shapes(self, files: dict[str, dict[str, Tensor]]) -> None:
-        """Raise CheckpointError if a built-in net would not fit the files; allocate no memory for the net."""
+        """Raise CheckpointError if the configured built-in nets have other shapes than ``files``."""
         arguments = self.config.dense.net_call.arguments
         layers = max(arguments.get(name, 0) for name in ("cross_layers", "experts", "blocks"))
         num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
