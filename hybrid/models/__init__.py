@@ -6,8 +6,8 @@ model, and the loss of the paper if it is not a standard loss. Losses have one v
 other embedding.
 
 Every parameter gets a gradient from every batch, also from an empty batch. The scores of a sample do not
-depend on other samples: there is no batch normalization. So scores do not depend on the number of trainers.
-Losses do not either, if in-batch negatives are gathered.
+depend on other samples: there is no batch normalization. So neither scores nor losses depend on the number of
+trainers. The exception is ``two_towers.in_batch_softmax`` without ``gather``.
 
 ``dense_net`` defines the three stages of the models for click logs. ``layers`` has multilayer perceptrons and
 the padding of histories. docs/models.md compares the models; ``examples`` has scripts that train them.

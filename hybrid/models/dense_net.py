@@ -8,8 +8,8 @@
 
 The stages are separate for two reasons. Embeddings are requested before ``bottom`` and awaited after it. A
 remote dense net may run between ``interaction`` and ``head``. Every stage accepts an empty batch. A sample
-has one output per binary or regression task, one per class of a task of classes, and two vectors for
-retrieval. A single output in total may have the shape ``outputs_B``.
+has one output for a binary task or a regression, C outputs for a task with C classes, and two vectors for
+retrieval. If a sample has one output in total, the shape may also be ``outputs_B``.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 class DenseNet(nn.Module):
     """A net of three stages: ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
-    ``pooled_BE`` concatenates the pooled embeddings of the columns of ``data.sparse``, in this order; for
-    ``pooling = none``, the vectors of a sequence and its length. In built-in nets, O is ``num_outputs``.
+    ``pooled_BE`` concatenates the pooled embeddings of the columns of ``data.sparse``, in this order. If a
+    column has ``pooling = none``, the vectors of the sequence and its length replace the pooled embedding.
+    Built-in nets get O as the argument ``num_outputs``.
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:
@@ -44,9 +45,9 @@ class Concatenation(nn.Module):
 
 
 class HistoryInteraction(nn.Module):
-    """Concatenates the output of ``bottom``, a vector of the user's history, and the vectors of columns.
+    """Concatenates the output of ``bottom``, a vector of the user's history, and vectors from ``pooled_BE``.
 
-    ``hidden_BH = [bottom_BH, user(candidate_BD, history_BTD, is_item_BT), vectors of columns]``
+    ``hidden_BH = [bottom_BH, user(candidate_BD, history_BTD, is_item_BT), *columns(pooled_BE)]``
 
     Args:
         user: maps a candidate and a history to ``user_BD``, such as ``InterestAttention``.

@@ -58,8 +58,8 @@ class HSTU(nn.Module):
     """The model: a query for the next item, after each item of a history.
 
     One long history does not slow down all samples: samples of similar length are computed as a group, padded
-    to ``longest`` or to a smaller power of two, at least 32. Padding before the items counts as length. A
-    compiled or exported net computes all samples as one group.
+    to ``longest`` or to a smaller power of two, at least 32. The last item determines the length, so padding
+    before the items counts. A compiled or exported net computes all samples as one group.
 
     Args:
         dim: D, the width of the item vectors.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
-    """Return linear layers over ``widths``, each with a ReLU; then a linear layer if ``num_outputs`` > 0."""
+    """Return linear layers from width to width, each with a ReLU, and a last one if ``num_outputs`` > 0."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -25,7 +25,7 @@ def pad_histories(values_LD: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Pad histories to the length of the longest.
 
     Args:
-        values_LD: the vectors of all histories, such as an embedding returns for a ``hybrid.Jagged``.
+        values_LD: the vectors of all histories, one after another, as from ``hybrid.Embedding``.
         offsets: int64, (B + 1); the vectors of sample b are ``values_LD[offsets[b] : offsets[b + 1]]``.
 
     Returns:

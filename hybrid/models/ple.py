@@ -24,8 +24,8 @@ class Extraction(nn.Module):
     """One layer of PLE, which returns a new vector for each task and a new shared vector.
 
     Args:
-        num_experts: number of experts of each task; there are as many shared experts.
-        is_last: whether to leave out the shared output.
+        num_experts: number of experts of each task, and also number of shared experts.
+        is_last: whether this is the last layer, which returns no shared vector.
     """
 
     def __init__(

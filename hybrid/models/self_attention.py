@@ -92,7 +92,7 @@ def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
 
 
 class LastQuery(nn.Module):
-    """A user vector for a candidate: candidate times last query, by element. The elements sum to the score.
+    """The elementwise product of a candidate and the last query. Its elements sum to the candidate's score.
 
     Args:
         attention: maps ``history_BTD`` and ``is_item_BT`` to ``queries_BTD``, such as :class:`SelfAttention`.
@@ -118,8 +118,8 @@ def next_item_loss(
         is_item_BT: whether a position counts in the loss.
 
     Returns:
-        ``(losses_B, weights_B)``: the mean loss over the positions that count in a sample, and their number.
-        The weighted mean over samples is the mean over all such positions of the batch.
+        ``(losses_B, weights_B)``: for each sample, the mean loss over positions that count, and their number.
+        With these weights, the mean over samples is the mean over all such positions of the batch.
     """
     next_BT, other_BT = (queries_BTD * next_BTD).sum(dim=2), (queries_BTD * other_BTD).sum(dim=2)
     losses_BT = (F.softplus(-next_BT) + F.softplus(other_BT)) * is_item_BT

@@ -64,7 +64,8 @@ class TowerInputs(nn.Module):
     """The interaction of the net "two_towers": the inputs of the user tower, then of the item tower.
 
     Args:
-        start, dim: first column and width of the item's vector in ``pooled_BE``; other inputs are the user's.
+        start, dim: first column and width of the item's vector in ``pooled_BE``. The user tower gets
+            ``bottom_BH`` and all other columns of ``pooled_BE``.
     """
 
     def __init__(self, start: int, dim: int) -> None:
@@ -104,7 +105,7 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
 
 
 def log_frequency(counts_I: Tensor) -> Tensor:
-    """Return the logarithms of the frequencies of items from their counts; a count of 0 is read as 1."""
+    """Return the logarithms of the frequencies of items from their counts; a count of 0 is replaced by 1."""
     return torch.log(counts_I.clamp(min=1) / counts_I.sum())
 
 
@@ -141,9 +142,9 @@ def sampled_softmax(
 
     Args:
         users_BD, items_BD: the outputs of the towers for each sample.
-        log_q_B: logarithm of the probability that a draw is the item of the sample, up to a constant.
+        log_q_B: log q(i) for the item of each sample, plus any constant.
         negatives_ND: the outputs of the item tower for the negatives.
-        negative_log_q_N: the same logarithm for each negative, with the same constant.
+        negative_log_q_N: log q(i) for each negative, plus the same constant.
         temperature: divides the scores.
     """
     positive_B = _positives(users_BD, items_BD, log_q_B, temperature)

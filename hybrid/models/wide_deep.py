@@ -48,7 +48,7 @@ class WideAndDeepInputs(nn.Module):
 
 
 class WideHead(nn.Module):
-    """The head of Wide & Deep: the wide score in column 0 plus each output of ``deep`` over other columns."""
+    """The head of Wide & Deep: the wide score (column 0) plus each output of ``deep`` for columns 1, 2 ..."""
 
     def __init__(self, deep: nn.Module) -> None:
         super().__init__()
