@@ -1,6 +1,6 @@
 """The reference: training in one process of plain torch.
 
-``hybrid compare`` and tests/comparison compare the reference with a cluster. The reference follows the
-definitions and shares no arithmetic with other packages. ``reference_training`` trains, ``reference_losses``
-computes losses, ``reference_rows`` updates tables, and ``reference_keys`` lets tables grow.
+``hybrid compare`` and tests/comparison compare the reference with a cluster. Its losses
+and updates of tables share no arithmetic with other packages. ``reference_training`` trains,
+``reference_losses`` computes losses, ``reference_rows`` updates tables, ``reference_keys`` lets tables grow.
 """

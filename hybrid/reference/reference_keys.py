@@ -43,7 +43,7 @@ class ReferenceKeys:
             self._next_row += len(keys)
 
     def count(self, keys: Sequence[int], step: int) -> list[int]:
-        """Count the reads of a step, which has read the distinct ``keys``; return the keys that get a row."""
+        """Count one read of each of the distinct ``keys`` in ``step``; return the keys that get a row."""
         step += self.steps_before
         for key in keys:
             self.seen[key] = min(self._count(key, step) + 1, _MAX_COUNT), step
@@ -64,7 +64,7 @@ class ReferenceKeys:
         return admitted
 
     def sweep(self, step: int) -> None:
-        """Remove keys long unread, and rows above the limit, from the buckets that ``step`` selects."""
+        """Remove keys that were not read for long, and rows above the limit; each step sweeps 16 buckets."""
         growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return
@@ -86,7 +86,7 @@ class ReferenceKeys:
                 del self.row_of[key], self.seen[key]
 
     def _count(self, key: int, step: int) -> int:
-        """Return the count of a key, halved at each multiple of the half-life since it was read."""
+        """Return a key's count, halved at each multiple of the half-life from its last read to ``step``."""
         count, last = self.seen.get(key, (0, step))
         half_life = self._growth.half_life
         return count >> (step // half_life - last // half_life)

@@ -1,4 +1,4 @@
-"""The loss of a step in plain torch: for each task, the weighted mean over samples or groups."""
+"""The loss of a step in plain torch: a sum over tasks of weighted means over samples or groups."""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,10 +36,10 @@ class ReferenceLoss:
         }
 
     def contributions(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
-        """Return the terms whose sum is the loss of a step: one per trainer, then one per ranking loss.
+        """Return terms whose sum is the loss of a step: one per trainer, then one per ranking loss of a task.
 
-        Ranking losses are computed over the whole batch, since a group may have samples of several trainers.
-        A retrieval task has a single term.
+        A ranking loss is computed over the whole batch, since a group may have samples of several trainers.
+        For a retrieval task, there is a single term for the whole batch.
 
         Args:
             outputs: the outputs for each trainer's samples, (samples, outputs).
@@ -118,7 +118,7 @@ class ReferenceLoss:
 
 
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
-    """Return the mean loss of the groups whose labels differ, weighted by the mean weight of a group."""
+    """Return the mean loss of task ``t`` over groups with unequal labels, weighted by mean group weights."""
     labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
     weights_N = torch.cat([_weights(batch, t) for batch in slices]).to(scores_N)
     groups = [batch.groups for batch in slices if batch.groups is not None]

@@ -1,6 +1,6 @@
 """Row optimizers of the reference, and rounding of rows to bfloat16.
 
-This module shares no code with ``kernels.py`` and ``row_optimizers.py``; the latter documents the equations.
+This module shares no code with ``kernels.py``, or with ``row_optimizers.py``, which documents the equations.
 Optimizers of torch.optim update the rows of a step as if each row had a separate optimizer; with
 ``all_rows``, they update all rows. Row-wise Adagrad and FTRL are written here, since torch lacks them.
 """
@@ -77,7 +77,7 @@ def update_rows(
 
 
 def _torch_step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """Update rows and state in place with a torch optimizer, which takes rows of one step count at a time."""
+    """Update rows and state in place, with a torch optimizer per group of rows with equal step counts."""
     names = _STATE_OF_VALUES.get(spec.name, {})
     steps_U = state.get("steps", rows_UD.new_zeros(len(rows_UD)))
     for steps in steps_U.unique().tolist():

@@ -1,6 +1,6 @@
 """Training in one process of plain torch, the reference for comparisons with clusters.
 
-The reference shares no arithmetic with other packages, except the hash of random numbers. It uses autograd,
+The reference shares no arithmetic with other packages, except a hash for random numbers. It uses autograd,
 ``F.embedding``, ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. The dense
 nets are the same modules, with the same matmul backend (``hybrid.dense.matmul``). A step has one backward
 pass for the samples of all trainers. Stages of the net that trainers do not share (``dense.ddp``) run per
@@ -176,7 +176,7 @@ class Reference:
         return rows_UD
 
     def _grow(self, table: TableSpec, ids_U: Tensor) -> Tensor:
-        """Count the keys that a step has read, add rows, and return the row of each key, or -1."""
+        """Count a read of each key, add rows for some; return the row number of each key, -1 for no row."""
         reference_keys = self.keys[table.name]
         keys = [key % 2**64 for key in ids_U.tolist()]
         admitted = reference_keys.count(keys, self._step)
@@ -280,7 +280,7 @@ class Reference:
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the ids of one feature, the offsets of bags (B + 1), and the weights; None if all are 1."""
+    """Return the ids of one feature, the offsets of bags (B + 1), and the weights (None if all are 1)."""
     size = sparse.batch_size
     offsets = sparse.offsets
     if offsets is None:
@@ -375,7 +375,7 @@ def _unit_rate() -> torch.optim.Optimizer:
 
 
 def _rates(scheduler: lr_scheduler.LRScheduler, last_step: float = math.inf) -> Iterator[float]:
-    """Yield the rate of each step. It is constant after ``last_step``, where torch's cosine would rise."""
+    """Yield the rate of each step, constant after ``last_step`` (torch's cosine would rise again)."""
     for step in count():
         yield float(scheduler.get_last_lr()[0])
         if step < last_step:
