@@ -1,4 +1,4 @@
-"""A check of the columns in the input of a run, before the processes of the run start."""
+"""A check before a run starts: whether the input has the columns that the configuration names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hybrid.storage import files as storage
 
 
 def check_columns(config: RunConfig) -> None:
-    """Check the columns of the first non-empty file of each side table and each split.
+    """Check the columns of the first non-empty file of each side table, and of each split such as ``test``.
 
-    If the input is a Kafka topic, check ``data.columns`` instead of files of splits. Files of a stream may be
-    missing. Raise ConfigError if a column is missing or not allowed, or the configuration is invalid. Raise
-    DataError or StorageError if a file is missing, unreadable or has a required column twice.
+    For a Kafka topic, which has no files, check the names in ``data.columns``. For a stream of files, files
+    that do not exist yet are no error. Raise ConfigError if the configuration is invalid, or a column is
+    missing or not allowed. Raise DataError or StorageError if a file is missing, unreadable or unsuitable.
     """
     data = config.data
     if data.format == "synthetic":

@@ -35,32 +35,29 @@ _NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TableBlock(NamedTuple):
-    """Consecutive rows of one file: the columns of valid rows, and a list of invalid rows."""
+    """Consecutive rows of one file: the columns of the n valid rows, and a list of the invalid rows."""
 
-    columns: dict[str, pa.Array]  # the required columns by name, n rows each
-    lines: npt.NDArray[np.int64]  # int64 (n,), 1-based line (Parquet: row) in the segment
-    # int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
-    rows: npt.NDArray[np.int64]
-    num_rows: int  # rows of the block, invalid ones included
-    num_lines: int  # lines of the block in the file
-    invalid: list[InvalidRow]  # the invalid rows, which ``columns`` lacks
+    columns: dict[str, pa.Array]  # the required columns by name, n values each
+    lines: npt.NDArray[np.int64]  # (n,), 1-based number of the line (Parquet: of the row) in the segment
+    rows: npt.NDArray[np.int64]  # (n,), 0-based index of the row in the block; invalid rows count
+    num_rows: int  # number of rows, valid and invalid
+    num_lines: int  # number of lines, also blank lines and the header (Parquet: number of rows)
+    invalid: list[InvalidRow]
 
 
 @dataclass(frozen=True)
 class Layout:
     """The columns to read from an input file, and the format of the file."""
 
-    data: DataSection  # the section [data], with the names of columns that the format defines
-    # dense, sparse: the columns that the model reads.
-    dense: tuple[Column, ...]
-    sparse: tuple[Column, ...]
+    data: DataSection  # the section [data]; for Criteo, with the columns and the delimiter of the format
+    dense: tuple[Column, ...]  # the numeric features of the model
+    sparse: tuple[Column, ...]  # the categorical features of the model
     targets: TargetSpec  # labels, weights and groups
-    with_labels: bool  # whether the columns of targets are read; if not, a file may lack them
+    with_labels: bool  # whether the columns of ``targets`` are read; if not, a file may lack them
     quotes: bool  # whether fields may be quoted with ``"``
-    # Pairs of a configuration key and a further column, which is read without conversion.
-    passthrough: tuple[tuple[str, str], ...] = ()
-    reads_keys: bool = False  # whether columns of integers for growing tables are read as keys, not as texts
-    side_tables: tuple[SideTable, ...] = ()  # those of data.joins, once they are read
+    passthrough: tuple[tuple[str, str], ...] = ()  # further columns, not converted: (configuration key, name)
+    reads_keys: bool = False  # whether integers for growing tables are converted to keys, not to texts
+    side_tables: tuple[SideTable, ...] = ()  # the tables of ``data.joins``; empty until they are read
     optional: frozenset[str] = frozenset()  # columns that a file may lack; all their values are then missing
 
     @classmethod
@@ -73,9 +70,9 @@ class Layout:
         with_labels: bool = True,
         passthrough: Sequence[tuple[str, str]] = (),
     ) -> Layout:
-        """Return the layout of a configuration. Raise ConfigError if values are invalid, or conflict.
+        """Return the layout of the sections [data], [columns.NAME] and [tasks.NAME].
 
-        ``passthrough`` are columns to read in addition, as pairs (configuration key, column name).
+        Raise ConfigError if a key has an invalid value, or two keys conflict.
         """
         is_criteo = data.format == "criteo"
         if is_criteo:
@@ -104,13 +101,13 @@ class Layout:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The columns to read from a file or its path (``day=1/``), not from side tables."""
+        """The names of the columns that a file, or a folder ``NAME=VALUE`` of its path, must provide."""
         joined = self.joined
         return tuple(dict.fromkeys(name for _, name in self.keys_and_columns if name not in joined))
 
     @property
     def joined(self) -> dict[str, str]:
-        """The columns that side tables add, each with the path of the first non-empty file of its table."""
+        """The names of the columns of side tables, each with the path of a file of the side table."""
         return {name: table.path for table in self.side_tables for name in table.columns.column_names}
 
     @property
@@ -120,16 +117,16 @@ class Layout:
 
     @property
     def without_holdouts(self) -> Layout:
-        """A copy for files whose rows all belong to one split: data.split and data.validation are "none"."""
+        """A copy that holds out no rows: ``data.split`` and ``data.validation`` are "none"."""
         data = dataclasses.replace(self.data, split="none", validation="none")
         return dataclasses.replace(self, data=data)
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
-        """Check that each column to read is in the file at ``path``, which has the columns ``names``.
+        """Check that a file with the columns ``names`` has each column to read.
 
-        A folder ``NAME=VALUE`` of the path, or a side table, may provide a column instead. Columns in
-        ``optional`` may be missing, except those of ``passthrough``. Raise ConfigError if another column is
-        missing, or if a side table also has it. Raise DataError if the file has a column to read twice.
+        A side table, or a folder ``NAME=VALUE`` in ``path``, may provide a column instead of the file. Raise
+        ConfigError if a column is missing and not optional, or if both the file and a side table have a
+        column. Raise DataError if the file has a column to read twice.
         """
         known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.keys_and_columns:
@@ -150,7 +147,7 @@ class Layout:
 
     @property
     def keys_and_columns(self) -> list[tuple[str, str]]:
-        """Pairs of a configuration key and a column that the key names, for all columns to read."""
+        """All columns to read, as pairs of a configuration key and a column that the key names."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [(each.key, each.column) for each in self.data.holdouts if each.column]
@@ -160,9 +157,10 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return the section [data] to read ``files`` for a model that was trained with ``config``.
+    """Return the section [data] for files that a trained model reads, for example to predict.
 
-    The section holds out no rows. Raise ConfigError if a multi-hot column of CSV files has no separator.
+    The section holds out no rows. If training used synthetic data, the format follows from the names of
+    ``files``. Raise ConfigError if the format is CSV, and a multi-hot column has no separator.
     """
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files

@@ -56,7 +56,7 @@ _NOT_TEXT = (b"PK\x03\x04", b"\xfd7zXZ", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 def read_lines(
     path: StoragePath, layout: Layout, start: int, stop: int | None, block_bytes: int
 ) -> Iterator[TableBlock]:
-    """Yield the rows of a segment of a text file, in blocks; line 1 is the first line of the segment.
+    """Yield the rows of a segment of a text file, in blocks. The segment starts with line 1.
 
     Args:
         start, stop: results of :func:`find_record_start`, or 0 and None for the start and end of the file.
@@ -81,7 +81,7 @@ def _read_range(path: StoragePath, start: int, stop: int | None, size: int) -> I
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the rows of text that arrives in chunks. Yield all complete rows before reading the next chunk.
+    """Yield the rows of text that arrives in chunks. Complete rows do not wait for the next chunk.
 
     ``path`` is a name for messages. Raise ConfigError if a required column is missing. Raise DataError if the
     text is compressed or binary, or has a line of over 16 MiB, no usable header or a required column twice.
@@ -98,18 +98,19 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 
 
 def parse_lines(text: bytes, layout: Layout) -> TableBlock:
-    """Return the rows of ``text``: lines without a header, whose fields are ``data.columns`` in this order.
+    """Return the rows of a text without a header. The fields of a line are ``data.columns`` in this order.
 
-    Every line must end with a line feed. A line is one row, even with an open quote; blank lines are skipped.
+    Every line must end with a line feed. Quotes do not join lines: a line with an open quote is an invalid
+    row. Blank lines are skipped.
     """
     return _Lines(_normalize(text, layout), layout.data.columns, layout, joins_lines=False).parse(1)
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return a position in a plain text at which a row starts: ``at``, or a position shortly before ``at``.
+    """Return the start of a row of a plain text file, as a byte position at or shortly before ``at``.
 
-    If a line has more than 16 MiB before ``at``, return ``at``; the error is raised when the line is parsed.
-    Raise the errors of :func:`read_header`, and DataError or StorageError if a read fails.
+    If the line at ``at`` is too long, return ``at``. The reader of the line then raises the error. Raise the
+    errors of :func:`read_header`, and DataError or StorageError if a read fails.
     """
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
@@ -130,7 +131,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
 def _parse_blocks(
     path: StoragePath, head: bytes, blocks: Iterator[bytes], layout: Layout, is_start: bool
 ) -> Iterator[TableBlock]:
-    """Parse blocks of lines. ``head`` has the header. ``is_start``: whether the blocks include ``head``."""
+    """Parse blocks of lines. The header is in ``head``, and if ``is_start``, also in ``blocks``."""
     names, header_lines = read_header(path, head, layout)
     line, rest = 1, b""
     for block in chain(blocks, [b""]):  # an empty block marks the end
@@ -146,7 +147,7 @@ def _parse_blocks(
 
 
 def _count_complete(text: bytes, names: Sequence[str], layout: Layout) -> int:
-    """Return the number of bytes before the first row of ``text`` that may continue in the next block."""
+    """Return the size of ``text`` in bytes, without a row at its end whose open quote may be closed later."""
     if b'"' in text[-MAX_RECORD_BYTES:]:
         lines = _Lines(text, names, layout)
         first = int(np.searchsorted(lines.starts, len(text) - MAX_RECORD_BYTES))
@@ -157,14 +158,14 @@ def _count_complete(text: bytes, names: Sequence[str], layout: Layout) -> int:
 
 
 class _Lines:
-    """Lines of a file. Within the class, lines are numbered from 0.
+    """The parser of a block of lines. Methods number lines from 0.
 
     Args:
         names: the column names by position; a name may occur twice.
-        joins_lines: whether a row with an open quote may continue in the next lines; such rows are invalid.
+        joins_lines: whether an open quote makes the next lines a part of the same (invalid) row.
 
     Attributes:
-        keep: a mask of lines, at first all true. ``parse`` clears it for blank lines and invalid rows.
+        keep: a mask of the lines to return as rows. ``parse`` excludes blank lines and invalid rows.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class _Lines:
         return self._text[self.starts[i] : self._ends[i]]
 
     def parse(self, first_line: int) -> TableBlock:
-        """Return the rows. ``first_line`` is the 1-based number of line 0 within the segment."""
+        """Return the rows of the block, whose first line is line ``first_line`` of the segment."""
         lengths, first = self._ends - self.starts, self._bytes[self.starts]
         self.keep &= lengths > 0
         # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no
@@ -207,7 +208,7 @@ class _Lines:
         return TableBlock(columns, first_line + kept, rows, int(is_row.sum()), len(is_row), invalid)
 
     def find_faults(self, indices: Iterable[int]) -> Iterator[InvalidRow]:
-        """Yield the rows that start in the lines ``indices`` and cannot be split into fields."""
+        """Of the rows that start in the lines ``indices``, yield those that cannot be split into fields."""
         last = -1
         for i in indices:
             fault = self._fault(i) if i > last else ""
@@ -218,7 +219,7 @@ class _Lines:
                 yield InvalidRow(i, Reason.TEXT, found, last if is_joined else 0)
 
     def _fault(self, i: int) -> str:
-        """Return the reason why line ``i`` cannot be split into fields; empty if it can."""
+        """Return why line ``i`` cannot be split into fields, or an empty text if it can be split."""
         try:
             line = self._line(i).decode()
             if "\r" in line:
@@ -232,7 +233,7 @@ class _Lines:
         return ""
 
     def _find_record_end(self, i: int) -> int:
-        """Return the last line of the row with an open quote in line ``i``; ``i`` if it is never closed."""
+        """If a row with a line break within quotes starts in line ``i``, return its last line, else ``i``."""
         stop = np.searchsorted(self.starts, self.starts[i] + MAX_RECORD_BYTES) if self._joins_lines else i
         lines = (self._line(number).decode() + "\n" for number in range(i, stop))
         reader = csv.reader(lines, delimiter=self._layout.delimiter, strict=True)
@@ -243,9 +244,9 @@ class _Lines:
         return i + reader.line_num - 1 if len(fields) == len(self._names) else i
 
     def _columns(self, invalid: list[InvalidRow]) -> dict[str, pa.Array] | None:
-        """Return the required columns of the kept lines, or None if one of these lines has an open quote.
+        """Return the required columns of the lines in ``keep``. Return None if a line has an open quote.
 
-        Lines with a wrong number of fields are added to ``invalid``, and are no longer kept.
+        Lines with a wrong number of fields are added to ``invalid``, and removed from ``keep``.
         """
         # Positions serve as names for pyarrow, since a header may hold the same name twice.
         keys = [str(i) for i in range(len(self._names))]
@@ -294,11 +295,11 @@ class _Lines:
 
 
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """Return the column names by position, and the 1-based line of the header, or 0 without a header.
+    """Return the column names by position, and the 1-based line of the header (0 if there is no header).
 
     ``head`` is the first 1 MiB of the file. If ``data.columns`` is empty, the first line that is not blank is
-    the header, and a blank file has the columns ``layout.required``. Raise the errors of
-    :meth:`Layout.require`, and DataError if the file is no text, or ``head`` has no usable header.
+    the header. For an empty file, return ``layout.required``. Raise the errors of :meth:`Layout.require`.
+    Raise DataError if the file is no text, or has no usable header.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"
@@ -341,10 +342,10 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
 def _cut_to_lines(
     path: StoragePath, chunks: Iterator[bytes], is_start: bool, layout: Layout
 ) -> Iterator[bytes]:
-    """Join ``chunks``, of at most 16 MiB each, to blocks of complete lines, and normalize the lines.
+    """Yield the text of ``chunks`` in blocks of complete lines, normalized by :func:`_normalize`.
 
-    Lines that end in a chunk are yielded before the next chunk is read. If ``is_start``, remove a byte order
-    mark. Raise DataError if a line is longer than 16 MiB.
+    The lines that end in a chunk are yielded before the next chunk is read. If ``is_start``, a byte order
+    mark is removed. Raise DataError if a line is longer than 16 MiB.
     """
     rest = b""
     for chunk in chunks:
@@ -360,7 +361,7 @@ def _cut_to_lines(
 
 
 def _normalize(block: bytes, layout: Layout) -> bytes:
-    """Remove carriage returns before line feeds; replace delimiters of several characters by one."""
+    """Remove carriage returns before line feeds. Replace a long delimiter by ``layout.delimiter``."""
     if layout.delimiter != layout.data.delimiter:
         block = block.replace(layout.data.delimiter.encode(), layout.delimiter.encode())
     if b"\r" in block:  # a search for one byte takes a fiftieth of the time
@@ -380,10 +381,10 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 
 @contextmanager
 def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
-    """Yield an open text file, decompressed if necessary; callers may seek only in plain text.
+    """Open a text file, and decompress it if necessary. Only a file that is not compressed allows seeks.
 
-    A read of plain text from a store requests only the bytes that it returns; compressed text is requested in
-    blocks of 4 MiB. Failed reads raise DataError or StorageError.
+    From an object store, only the bytes that are read are requested; of a compressed file, blocks of 4 MiB.
+    Failed reads raise DataError or StorageError.
     """
     with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:
         start = file.read(_LOOK_BYTES)
@@ -397,7 +398,7 @@ def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
 
 
 def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[bytes]:
-    """Yield all bytes of a pipe, terminal or file, at most ``size`` at a time; DataError if a read fails.
+    """Yield the bytes of a pipe, terminal or file, at most ``size`` at a time. Raise DataError on failure.
 
     Args:
         at_once: whether to yield bytes as soon as they arrive; otherwise wait for ``size`` bytes or the end.

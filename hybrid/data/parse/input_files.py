@@ -30,7 +30,7 @@ WHILE_READ = "has changed while it was read; start again once it is complete"
 
 @contextmanager
 def convert_read_errors(path: StoragePath) -> Iterator[None]:
-    """Convert errors of reads and decompression to DataError; do not convert StorageError and MemoryError."""
+    """Convert errors of reads and decompression to DataError, but pass on StorageError and MemoryError."""
     try:
         yield
     except (MemoryError, StorageError):
@@ -44,8 +44,8 @@ def compute_sampled_checksum(
 ) -> str:
     """Return the SHA-256 of the size of a file and of 32 evenly spread blocks of 32 KiB.
 
-    A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
-    For ``root``, ``follows_links`` and errors, see :func:`hybrid.storage.private_files.open_file`.
+    The checksum covers all bytes of a file of at most 1 MiB, but not the bytes between the blocks of a larger
+    file. For ``root``, ``follows_links`` and errors, see :func:`hybrid.storage.private_files.open_file`.
     """
     digest = hashlib.sha256()
     with storage.open_reader(path, root, follows_links=follows_links) as file:
@@ -61,19 +61,17 @@ def compute_sampled_checksum(
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """The identity of an input file."""
+    """Path, size, time and checksum of an input file, to detect changes and files of equal content."""
 
-    path: str  # as the user names it, or its URL
-    real_path: str  # the absolute path without links
-    # size, modified_ns: as reported by the system or the store.
-    size: int
-    modified_ns: int
-    # compute_sampled_checksum, or the tag of the content in its store (hybrid.storage.files.content_tag).
-    sampled: str
+    path: str  # the path or URL that the user names
+    real_path: str  # the absolute path without links, or the URL
+    size: int  # bytes
+    modified_ns: int  # time of the last change
+    sampled: str  # result of compute_sampled_checksum, or the tag that an object store gives to the content
 
     @classmethod
     def of(cls, path: StoragePath) -> InputFile:
-        """Read the identity of a file; DataError or StorageError if it cannot be read."""
+        """Read size, time and checksum of a file. Raise DataError or StorageError if a read fails."""
         with convert_read_errors(path):
             found = storage.require_file(path)
             if isinstance(path, RemotePath):
@@ -83,18 +81,18 @@ class InputFile:
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
 
     def absolute(self) -> InputFile:
-        """Return the file with an absolute path, for processes with other working directories."""
+        """Return a copy with an absolute ``path``, for processes with other working directories."""
         return replace(self, path=str(parse_path(self.path).absolute()))
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return VALUE by NAME for the folders ``NAME=VALUE`` of a path; None if VALUE is Hive's null."""
+    """Return the names and values of the folders ``NAME=VALUE`` of a path; Hive's null value becomes None."""
     pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
 
 def path_parts(path: StoragePath) -> list[str]:
-    """Split a path, or the key of an object in a store, into the names of folders and of the file."""
+    """Return the names of the folders and of the file in a path, or in the key of a stored object."""
     return path.key.split("/") if isinstance(path, RemotePath) else [*path.parts]
 
 
@@ -103,16 +101,17 @@ def _is_partition(name: str) -> bool:
 
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
-    """Return the files of ``paths``; a folder stands for its files, sorted by path, without hidden files.
+    """Return the files at ``paths``, in this order. A folder is replaced by its files, sorted by path.
 
     Args:
-        paths: local paths, URLs, or patterns such as ``day=*/part-?.csv``. In a folder, the subfolders
-            ``NAME=VALUE`` are read, too; any other visible subfolder is a DataError.
+        paths: local paths, URLs, or patterns such as ``day=*/part-?.csv``. Of a folder, hidden files are
+            left out, and files in subfolders ``NAME=VALUE`` are included.
         key: the configuration key of the paths, for messages.
 
     Raises:
         ConfigError: ``paths`` is empty.
-        DataError: a path is neither a regular file nor a folder, or a folder is unreadable or has no files.
+        DataError: a path is neither a regular file nor a folder, or a folder is unreadable, has no files, or
+            has a visible subfolder whose name does not have the form ``NAME=VALUE``.
         StorageError: a store refuses a request, or the system refuses a path.
     """
     if not paths:
@@ -132,7 +131,10 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand_pattern(text: str) -> list[StoragePath]:
-    """Return the sorted, visible paths that match ``text``; ``text`` itself if it exists, or none matches."""
+    """Return the sorted paths that match a pattern, without hidden ones.
+
+    If ``text`` is itself an existing path, or no path matches, return only ``text``.
+    """
     path = parse_path(text)
     parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
@@ -183,7 +185,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files by the name of their split; for side table N, the name is ``data.joins[N]``.
+    """Return the files by split (such as ``train``). Files of side table N have the key ``data.joins[N]``.
 
     Raises:
         ConfigError: ``data.path`` or a side table names no path, or two splits have files of equal content.
@@ -212,9 +214,9 @@ def find_side_files(data: DataSection) -> tuple[tuple[InputFile, ...], ...]:
     return tuple(tuple(storage.map_concurrently(InputFile.of, paths)) for paths in lists)
 
 
-def check_unchanged(files: Sequence[InputFile], rule: str = WHILE_READ) -> None:
-    """Raise DataError with the reason ``rule`` if a file has changed, or an error of ``InputFile.of``."""
+def check_unchanged(files: Sequence[InputFile], message: str = WHILE_READ) -> None:
+    """Raise DataError with ``message`` if a file has changed, or other errors if it cannot be read."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:
-            raise DataError(f"{file.path}: {rule}")
+            raise DataError(f"{file.path}: {message}")

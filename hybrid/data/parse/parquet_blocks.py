@@ -1,7 +1,7 @@
 """Parquet files in blocks of bounded size.
 
 Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
-So dictionaries stay encoded. Decoded, a block has at most ``MAX_DECODED_BYTES`` of their texts per column.
+So texts in dictionaries stay encoded, and blocks are cut so that these texts fit into 64 MiB per column.
 A file is rejected if its metadata claim more values or bytes than its compressed size plausibly holds.
 """
 
@@ -34,9 +34,9 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 def read_parquet(
     path: StoragePath, layout: Layout, start: int = 0, stop: int | None = None, block_rows: int = BLOCK_ROWS
 ) -> Iterator[TableBlock]:
-    """Yield the rows of row groups ``start`` to ``stop`` - 1 (default: all); the first row is line 1.
+    """Yield the rows of the row groups from ``start`` to ``stop`` - 1 in blocks, by default all rows.
 
-    A file of 0 bytes has no rows. For errors, see :func:`hybrid.data.parse.sources.read_segment`.
+    Lines are numbered from 1. For errors, see :func:`hybrid.data.parse.sources.read_segment`.
     """
     with convert_read_errors(path):
         if not files.require_file(path).size:  # Spark writes such files beside others
@@ -89,7 +89,7 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
-    """Return how many of the first rows fit into 64 MiB of text per column; DataError if none fits."""
+    """Return how many of the first rows fit into 64 MiB of text per column. Raise DataError if it is 0."""
     fitting = num_rows
     for name, column in columns.items():
         ends_B = np.arange(1, len(column) + 1)
@@ -113,7 +113,7 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
 
 
 def check_claimed_sizes(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
-    """Raise DataError if metadata claim an implausible size for a column; ``columns`` are indices."""
+    """Raise DataError if metadata claim an implausible size for one of the columns at indices ``columns``."""
     rule = "if the file is correct, write it again in row groups of fewer rows"
     for i in columns:
         schema = file.schema.column(i)

@@ -1,6 +1,6 @@
 """Side tables, whose columns are joined to the rows of the input by a key.
 
-A side table is held in memory: the columns that a model reads, and the keys. Two keys are equal if their
+Memory holds the key column of a side table, and the columns that a model reads. Two keys are equal if their
 canonical texts are equal (:mod:`hybrid.data.values.canonical`).
 """
 
@@ -35,17 +35,17 @@ _PARQUET = b"PAR1"  # the first bytes of a file
 class SideTable:
     """A side table in memory."""
 
-    path: str  # the first file that is not empty, for messages
-    key: str  # the column of the input, or of an earlier side table, with the keys to find
-    keys: Vocabulary  # the key of each row
-    columns: pa.Table
+    path: str  # the path of the first non-empty file of the side table, for messages
+    key: str  # the column whose values are looked up in ``keys``: of the input, or of an earlier side table
+    keys: Vocabulary  # the key of each row of the side table
+    columns: pa.Table  # the columns that the model reads
 
     def join(self, reader: ColumnReader) -> dict[str, pa.Array]:
-        """Return the columns of the side table for each row of a block; null for a missing or unknown key.
+        """Return ``columns``, joined to the rows of the block that ``reader`` reads.
 
-        If the model reads no column of the table, return {}. Otherwise, reject rows whose key is too long or
-        inexact (:mod:`hybrid.data.values.canonical`). Raise ConfigError if the key column of the block holds
-        lists. Raise DataError if the block has at least 1000 rows, and the table has none of their keys.
+        Rows with a missing or unknown key get null. Reject rows whose key is too long, or is inexact
+        (:mod:`hybrid.data.values.canonical`). Raise ConfigError if the key column of the block holds lists.
+        Raise DataError if the block has at least 1000 rows, and all their keys are missing or unknown.
         """
         if not self.columns.column_names:  # the model reads none
             return {}
@@ -62,16 +62,16 @@ class SideTable:
 def read_side_tables(
     data: DataSection, names: Collection[str], files: Sequence[Sequence[InputFile]], *, with_rows: bool = True
 ) -> tuple[SideTable, ...]:
-    """Read the side tables of ``data.joins`` into memory, in their order.
+    """Read the side tables of ``data.joins`` into memory.
 
     Args:
         names: the columns that the model reads; other columns of the files are skipped.
         files: the files of each side table; see :func:`hybrid.data.parse.input_files.find_side_files`.
-        with_rows: whether to read the rows; if not, check the columns of the first non-empty file of a table.
+        with_rows: whether to read rows. If not, the tables have no rows, and only columns are checked.
 
     Raises:
-        ConfigError: a file lacks the key, or a column of the first non-empty file of its table; the key holds
-            lists; or a column has the name of the table's key, or of a column or key of an earlier table.
+        ConfigError: a file lacks the key column, or a column that the first non-empty file of the same table
+            has; the key column holds lists; or a column to join has the name of an earlier column or key.
         DataError: a file is unreadable, changed or has an invalid row; or a table has no rows or a key twice.
         StorageError: a store refuses a request, or the system refuses a path.
     """

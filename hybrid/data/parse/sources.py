@@ -33,22 +33,19 @@ SEGMENT_ROWS = 1 << 18
 
 
 class RawBlock(NamedTuple):
-    """B valid rows, parsed but not yet encoded."""
+    """B valid rows with values that are converted, but not yet encoded as the ids that a model reads.
 
-    dense_BF: npt.NDArray[np.float64]  # NaN if missing
-    # One array of length B per sparse feature. Elements are strings (a dictionary array, null if missing),
-    # lists of strings if a sample may have several ids, int64 keys (Layout.reads_keys), or numbers for
-    # buckets.
-    sparse: tuple[pa.Array, ...]
-    targets: Targets | None  # labels, weights and groups, or None
-    # 0-based index over the rows of all files. It counts invalid rows, but not blank lines.
-    source_rows_B: npt.NDArray[np.int64]
-    # An array of B lists of float32 for each sparse feature whose ids have weights.
-    weights: tuple[pa.Array, ...] = ()
-    # For each split held out by a column, B int64 hashes of the values, or float64 times in seconds.
-    held_out_by: Mapping[str, SplitValues] = MappingProxyType({})
-    # The columns of ``Layout.passthrough`` by name, not converted.
-    passthrough: Mapping[str, pa.Array] = MappingProxyType({})
+    The array of a sparse feature has strings (a dictionary array, null if missing); lists of strings, if a
+    sample may have several ids; int64 keys, with ``Layout.reads_keys``; or numbers, which become buckets.
+    """
+
+    dense_BF: npt.NDArray[np.float64]  # the F dense features; NaN if missing
+    sparse: tuple[pa.Array, ...]  # an array of length B for each sparse feature
+    targets: Targets | None  # labels, weights and groups; None if the layout has no labels
+    source_rows_B: npt.NDArray[np.int64]  # 0-based index over all rows of all files, valid or not
+    weights: tuple[pa.Array, ...] = ()  # for each sparse feature whose ids have weights, B lists of float32
+    held_out_by: Mapping[str, SplitValues] = MappingProxyType({})  # by split: hashes or seconds of a column
+    passthrough: Mapping[str, pa.Array] = MappingProxyType({})  # the columns ``Layout.passthrough`` by name
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
         """Return the rows where ``mask_B`` is true."""
@@ -72,9 +69,8 @@ class Segment:
     """A segment of an input file, or the whole file."""
 
     path: StoragePath
-    # start, stop: range of bytes (Parquet: of row groups); ``stop`` is None for the end of the file.
-    start: int = 0
-    stop: int | None = None
+    start: int = 0  # the first byte (Parquet: row group)
+    stop: int | None = None  # the byte (Parquet: row group) after the segment; None for the end of the file
     size: int = 0  # approximate number of bytes
     rows: int = 0  # number of rows, for Parquet only
 
@@ -82,10 +78,12 @@ class Segment:
 def split_files(
     files: Sequence[StoragePath], layout: Layout, min_rows: int = SEGMENT_ROWS, num_bytes: int = 0
 ) -> list[Segment]:
-    """Return the segments of ``files`` in row order. An unreadable file is one segment, whose read fails.
+    """Return the segments of ``files`` in row order.
+
+    A file that cannot be read becomes one segment, and :func:`read_segment` raises the error.
 
     Args:
-        min_rows: a segment of a Parquet file has at least this number of rows, except the last of the file.
+        min_rows: minimum number of rows of a segment of a Parquet file, except for its last segment.
         num_bytes: approximate size of a segment of text; 0 for 64 MiB.
     """
 
@@ -130,7 +128,7 @@ def _split_text(path: StoragePath, size: int, layout: Layout, step: int) -> list
 def read_segment(
     segment: Segment, layout: Layout, block_rows: int = BLOCK_ROWS, block_bytes: int = 0
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
+    """Yield the rows of a segment in blocks. Lines are numbered from 1 in each segment.
 
     Args:
         block_rows: maximum number of rows of a Parquet block.
@@ -156,14 +154,15 @@ def read_blocks(
     report: Callable[[str], None] = ignore_progress,
     text: Iterator[bytes] | None = None,
 ) -> Iterator[RawBlock]:
-    """Yield the valid rows of ``files`` in blocks. Add all rows to ``log``; the caller calls its ``finish``.
+    """Yield the valid rows of ``files`` in blocks.
 
     Args:
+        log: receives the invalid rows, and the numbers of valid rows. The caller calls ``log.finish``.
         text: chunks of text to read instead of a file; ``files`` is then one path, a name for messages.
 
     Raises:
         ConfigError, DataError, StorageError: see :func:`read_segment` and :func:`parse`.
-        DataError: all rows of a file, or its first 10,000, are invalid; or a row is, and ``log`` allows none.
+        DataError: see :meth:`InvalidRowLog.add`; or all rows of the last file are invalid.
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
@@ -190,7 +189,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block by name, and a constant column for each folder NAME=VALUE of ``path``."""
+    """Return the columns of a block by name, with a constant column for each folder ``NAME=VALUE``."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns
@@ -199,11 +198,11 @@ def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
 def parse(
     path: StoragePath, table: TableBlock, layout: Layout, first_row: int = 0
 ) -> tuple[RawBlock, list[InvalidRow]]:
-    """Return the valid rows of ``table``, and its invalid rows, each with one reason.
+    """Convert the columns of ``table`` and join side tables. Return the valid rows, and the invalid rows.
 
     ``first_row`` is the index of the first row of ``table`` among the rows of all files. Raise ConfigError if
-    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type, or
-    ``table`` has at least 1000 rows, and none of them has a key of a side table.
+    a column holds lists instead of single values. Raise DataError if a column has an unsuitable type. Raise
+    the DataError of :meth:`SideTable.join <hybrid.data.parse.side_tables.SideTable.join>`.
     """
     optional = {name: pa.nulls(len(table.lines), pa.string()) for name in layout.optional}
     columns = optional | all_columns(path, table)
