@@ -137,10 +137,10 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, concurrently; return the output of each.
+    """Call each module with its inputs, in one thread per module; return the output of each.
 
-    The threads inherit grad mode, inference mode, autocast and the current CUDA streams of this thread. A
-    single module is called in this thread.
+    These threads use grad mode, inference mode, autocast and the current CUDA streams of the calling thread.
+    A single module is called in the calling thread.
 
     Args:
         inputs: for each module, a list or tuple of positional arguments, or a single argument.
@@ -150,8 +150,8 @@ def parallel_apply(
 
     Raises:
         ValueError: the sequences differ in length, or this machine does not have a device.
-        Exception: the error of the first module that has failed, raised after all calls have ended. Its
-            message has the traceback. An error that needs other arguments becomes a RuntimeError.
+        Exception: the error of the first failed module in ``modules``, after all calls have ended. The
+            message has the traceback. An error whose class takes no single message becomes a RuntimeError.
     """
     if kwargs_tup is None:
         kwargs_tup = [{} for _ in modules]
@@ -286,7 +286,7 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Return copies of tensor 0 on all devices, then of tensor 1, and so on, as in :func:`replicate`."""
+    """Return tensor 0 on each device, then tensor 1, and so on; only the first device shares memory."""
     return tuple(
         tensor.detach().to(device, copy=index > 0)
         for tensor in tensors
@@ -325,9 +325,9 @@ class DataParallel(nn.Module):
     A small batch may use fewer devices (:func:`scatter`). An empty batch, or a call without arguments, uses
     one device.
 
-    With several devices, each call runs replicas of ``module`` in threads. So ``module`` must make no remote
-    calls, and does not keep attributes that its forward pass assigns. It keeps in-place changes of buffers on
-    the first device. On CPUs, replicas draw random numbers from one generator in an unspecified order.
+    With several devices, each call runs replicas of ``module`` in threads, so ``module`` must make no remote
+    calls. Attributes that the forward pass assigns are lost. In-place changes of buffers are kept only on the
+    first device. On CPUs, replicas draw random numbers from one generator in an unspecified order.
 
     Args:
         module: has its parameters and buffers on ``devices[0]``.

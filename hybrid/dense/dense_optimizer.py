@@ -117,9 +117,9 @@ def _arguments(
     common: Mapping[str, object],
     like: Tensor,
 ) -> dict[str, object]:
-    """Parse ``options`` (TOML) to keyword arguments of ``cls``; a ConfigError names ``option_key``.
+    """Parse ``options`` (TOML) to keyword arguments of ``cls``; ConfigError for ``option_key`` if invalid.
 
-    Test these arguments, and those in ``common``, in a step with a parameter of the type of ``like``.
+    Test them, together with ``common``, in a step of a parameter with the device and dtype of ``like``.
     """
     try:
         values = tomllib.loads("\n".join(options))
@@ -170,7 +170,7 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Load ``state`` by parameter index, but keep the options. CheckpointError if state does not fit."""
+        """Load optimizer state by parameter index; if it does not fit, a CheckpointError names ``folder``."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
             # State is a scalar, or has the elements, rows or columns of its parameter.

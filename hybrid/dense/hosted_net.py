@@ -96,7 +96,7 @@ class HostedNet(HostedModule):
 
 
 class NetUpdate(NamedTuple):
-    """The merged gradients of one step of a net."""
+    """One update of a net: gradients summed over trainers. In async mode, they may be of several steps."""
 
     hosted: HostedNet
     step: int

@@ -99,8 +99,8 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
         group: all trainers.
 
     Returns:
-        A warning that names the layers that normalize by less than the global batch; None if there are none.
-        If trainers have separate nets (``dense.ddp = "none"``), a slice counts as a global batch.
+        A warning that names the layers whose statistics do not cover the global batch, or with separate nets
+        (``dense.ddp = "none"``), the trainer's slice of it. None if there are no such layers.
     """
     dense, parts = config.dense, config.train.micro_batches
     is_alone = group.size() == 1 or dense.ddp == "none"

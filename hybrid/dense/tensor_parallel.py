@@ -111,7 +111,7 @@ def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
 def unflatten_tensor(shard: Tensor, layout: Layout) -> DTensor:
     """Return a DTensor whose local shard is ``shard``, in the same memory.
 
-    The gradient of ``shard`` becomes a plain tensor, and is complete when the backward pass stores it.
+    The backward pass computes the gradient of ``shard`` as a plain tensor, and waits for its communication.
     """
     # The hook is on an alias, which lives as long as the graph. Hooks on the shard would accumulate.
     alias = shard.view_as(shard)
@@ -199,7 +199,7 @@ def _plain(output: Any) -> Any:
 
 
 class _Leave(torch.autograd.Function):
-    """Waits until an output is computed. The backward pass calls :func:`_keep_thread_state`."""
+    """Waits until the output of the module is computed; backward calls :func:`_keep_thread_state`."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:

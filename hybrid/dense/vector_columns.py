@@ -1,7 +1,7 @@
 """The layout of embedding vectors in the sparse input of a net.
 
-Most columns have one vector. A sequence (``columns.NAME.pooling = "none"``) has ``max_ids`` vectors, padded
-with zeros, then its number of ids. With vectors of 2 values, and a sequence of 2 ids with ``max_ids = 3``::
+Most columns have one vector. A sequence (``columns.NAME.pooling = "none"``) has ``max_ids`` vectors, and then
+the number of its ids. Missing vectors are zeros. Example with vectors of 2 values, 2 ids, ``max_ids = 3``::
 
     pooled_BE    [ user: x x | history: x x | x x | 0 0 | 2.0 | item: x x ]
 """
@@ -92,7 +92,7 @@ class ColumnLayout:
             raise ConfigError(f"columns.{name}.pooling", f"{rule}, since the net takes the column as {what}")
 
     def without_lengths(self, interaction: nn.Module) -> nn.Module:
-        """Wrap ``interaction`` to remove the lengths of sequences from its input, if there are sequences."""
+        """Return a module that removes the number of ids of each sequence, then calls ``interaction``."""
         if not any(self._lengths.values()):
             return interaction
         kept = [
