@@ -268,7 +268,7 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def to_checkpoint_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """Return the error for a failed write. On a full disk, it names the number of unwritten bytes."""
+    """Return the error for a failed write. On a full disk, the message has the number of unwritten bytes."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
@@ -311,7 +311,7 @@ def parse_step(folder: StoragePath) -> int:
 
 
 def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of a run's vocabulary file; ``files_folder`` has the files of a checkpoint."""
+    """Return the path of the vocabulary file ``name`` of a run, given the folder of a checkpoint's files."""
     folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 

@@ -110,18 +110,18 @@ class Checkpoint:
 
     @property
     def is_exported(self) -> bool:
-        """Whether this is an export, which has no optimizer state. A shard is a range of rows or buckets."""
+        """Whether this is an export, without optimizer state; each shard is a range of rows or buckets."""
         return EXPORTED in self.manifest.progress
 
     @classmethod
     def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
         """Open a run's newest valid checkpoint, whose files pass :meth:`Manifest.verify`.
 
+        Raise CheckpointError if no checkpoint is valid.
+
         Args:
             folder: a run folder, or a checkpoint, which is then the only candidate.
             log: receives one line about newer checkpoints, if they are damaged.
-
-        Raise CheckpointError if no checkpoint is valid.
         """
         return cls._first_valid(folder, _candidates(folder), log)
 
@@ -178,7 +178,7 @@ class Checkpoint:
     def map_rows(self, table: str, num_rows: int, dim: int) -> MappedRows:
         """Map the shards of a table into memory, read-only. Not for growing tables.
 
-        Raise CheckpointError if the table is missing, a file is damaged, or the shape of the table differs.
+        Raise CheckpointError if the table is missing, is damaged, or is not of shape (``num_rows``, ``dim``).
         """
         shards = [self.map_shard(table, index) for index in range(self.num_shards(table))]
         mapped = MappedRows(shards, num_rows, self.is_exported)

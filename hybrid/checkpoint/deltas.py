@@ -60,7 +60,7 @@ class DeltaChain:
         return self.deltas[-1] if self.deltas else self.base
 
     def after(self, identity: str) -> Sequence[ModelVersion] | None:
-        """Return the deltas after the model ``identity``; None if the list does not contain this model."""
+        """Return the deltas after the model with ``identity``; None if the list does not have this model."""
         if identity == self.last.identity:
             return ()
         parents = [delta.parent for delta in self.deltas]

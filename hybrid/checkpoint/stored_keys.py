@@ -76,7 +76,6 @@ def map_keys(
 
     A file may also have keys of other buckets, and optimizer state that is not in ``widths``. An export has
     no records. Each of its keys gets the record of one read, in step 1 of an earlier run.
-
     Raise CheckpointError if the table is missing, a file is invalid, or a shape is not as in ``widths``.
     """
     count = checkpoint.num_shards(table)

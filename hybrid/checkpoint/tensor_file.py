@@ -58,7 +58,6 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     """Write and flush named tensors as one file of a checkpoint; return its entry for the manifest.
 
     Tensors must be on the CPU. Tensors that are not contiguous are copied one at a time.
-
     Raise CheckpointError if the file cannot be written, or the format lacks the type of a tensor.
     """
     path = folder / name
