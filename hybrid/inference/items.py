@@ -50,17 +50,17 @@ class Items:
         return encoding.values.texts
 
     def rank(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Return a copy of ``predictions`` whose outputs are the rank of each sample's item in all items."""
+        """Return ``predictions`` with new outputs: the rank of each sample's item among all items."""
         ranks_B = self._ranking.ranks(predictions.outputs, batch, self.vectors_ID)
         return predictions._replace(outputs=ranks_B)
 
     def search(self, outputs_BO: Tensor, k: int) -> dict[str, pa.Array]:
         """Return two columns of lists: the names of each sample's ``k`` best items, and their scores.
 
+        Raise ConfigError if ``k`` is not in 1 to the number of items, or the model does not store names.
+
         Args:
             outputs_BO: outputs of the model, whose first half is the user vector.
-
-        Raise ConfigError if ``k`` is not in 1 to the number of items, or the model does not store names.
         """
         if not 1 <= k <= len(self.names):
             raise ConfigError(self._key, f"must be at least 1 and at most the {len(self.names):,} items", k)

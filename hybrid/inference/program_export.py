@@ -87,7 +87,7 @@ def check_packages(formats: Sequence[str]) -> None:
 
 
 class _UnfailingWriter(io.BufferedWriter):
-    """A writer that stores its last error instead of raising it, since torch would then end the process."""
+    """A writer that stores its last error and raises none, since torch would end the process on an error."""
 
     error: OSError | None = None
 

@@ -37,7 +37,7 @@ _BLOCK_ROWS = 1 << 16  # rows per block of a prepared data set
 
 
 class RowBlock(NamedTuple):
-    """B encoded rows. ``source_rows_B`` numbers all rows of the input from 0, including invalid rows."""
+    """B encoded rows. ``source_rows_B`` has their positions in the input, counted with invalid rows."""
 
     batch: Batch  # the encoded values; the labels are NaN if they are not read
     source_rows_B: npt.NDArray[np.int64]
@@ -132,14 +132,14 @@ class PreparedRows:
 class SourceRows:
     """Rows of files in the format of the training files.
 
+    Raise ConfigError if ``text`` is given for Parquet, ConfigError or DataError if a side table is invalid.
+
     Args:
         passthrough: further columns to return unchanged, each as (command-line option, column).
         with_labels: whether every row must have its labels.
         text: blocks of CSV or TSV that replace the content of the only file; None to read the files.
         optional: a column of ``data.sparse``; the files may lack the input columns of this column.
         selection: numbers of the rows to use, ascending, counted from 0 over all files; None for all rows.
-
-    Raise ConfigError if ``text`` is given for Parquet, ConfigError or DataError if a side table is invalid.
     """
 
     trained: TrainedRun

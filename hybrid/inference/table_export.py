@@ -68,14 +68,14 @@ class TableExport:
     def write(self, folder: Path, changes: Changes, last_folder: Path | None = None) -> list[str]:
         """Write the tables, the dense nets and the encoder into a folder.
 
+        Raise CheckpointError if the folder cannot be written.
+
         Args:
             changes: changes of the tables since the last export, at first since the checkpoint.
             last_folder: the last export, if it is on this machine. Shards without changes become hard links.
 
         Returns:
             The names of the files and folders in ``folder`` that were written.
-
-        Raise CheckpointError if the folder cannot be written.
         """
         model, trained = self.model, self.model.trained
         files: Files = {}

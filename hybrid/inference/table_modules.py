@@ -1,4 +1,4 @@
-"""Tables of a checkpoint as modules: growing tables in memory, and all tables in mapped files.
+"""Tables of a checkpoint as modules: growing tables in memory, and tables of any kind in mapped files.
 
 For a key without a row, a growing table returns the initial row or zeros, as ``Growth.unknown`` says.
 """
@@ -35,7 +35,7 @@ class GrowingTable(nn.Module):
     """A growing table in memory, of N rows.
 
     Attributes:
-        weight: the N rows, followed by a row of zeros, which keys without a row get, (N + 1, D).
+        weight: the N rows, followed by a row of zeros, (N + 1, D).
     """
 
     ordered_keys: Tensor  # int64 (N + 1,): ``key ^ _SIGN`` of each row, ascending; then a 0

@@ -211,7 +211,10 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return outputs before sigmoid or softmax, (B, O), or (B,) if O = 1; multi-hot ids are Jagged."""
+        """Return the outputs for a batch, before sigmoid or softmax: (B, O), or (B,) if O = 1.
+
+        Multi-hot ids in ``columns`` are of type :class:`hybrid.Jagged`.
+        """
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
