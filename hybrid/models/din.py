@@ -20,7 +20,7 @@ from hybrid.models.layers import output_mlp
 
 
 class InterestAttention(nn.Module):
-    """Sum of a history, weighted by relevance to a candidate. The net a() has layers of width ``hidden``."""
+    """Sum of a history, weighted by relevance to a candidate; a() has hidden layers of widths ``hidden``."""
 
     def __init__(self, dim: int, hidden: Sequence[int] = (32,)) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], num_outputs: int = 0) -> nn.Sequential:
-    """Return linear layers from width to width, each with a ReLU, and a last one if ``num_outputs`` > 0."""
+    """Return linear layers of ``widths`` with ReLUs, then a linear layer if ``num_outputs`` > 0."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]

@@ -92,7 +92,7 @@ def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
 
 
 class LastQuery(nn.Module):
-    """The elementwise product of a candidate and the last query. Its elements sum to the candidate's score.
+    """The elementwise product of a candidate and the last query. The sum of the elements is the score.
 
     Args:
         attention: maps ``history_BTD`` and ``is_item_BT`` to ``queries_BTD``, such as :class:`SelfAttention`.
