@@ -62,7 +62,7 @@ _LOWEST, _HIGHEST = "-9223372036854775808", "18446744073709551615"  # of int64 a
 
 
 def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Return the canonical texts of a flat array, null for null and NaN, and a mask of the inexact values."""
+    """Return the canonical texts of an array without lists, null for NaN, and a mask of inexact values."""
     kind = values.type
     inexact_D = np.zeros(len(values), np.bool_)
     if pa.types.is_floating(kind):
@@ -88,7 +88,7 @@ def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
 
 
 def trim_blanks(texts: pa.Array) -> pa.Array:
-    """Remove blanks at the start and end of each text; may return ``texts`` itself."""
+    """Remove blanks at the start and end of each text."""
     content = _content(texts)
     if not len(content) or (content.min() > ord(" ") and content.max() < 128):
         return texts
@@ -96,12 +96,12 @@ def trim_blanks(texts: pa.Array) -> pa.Array:
 
 
 def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all texts of an array; for a slice, the bytes of the array that it is cut from."""
+    """Return the bytes of all texts of an array. For a slice, return the bytes of the sliced array."""
     return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 
 def canonical_text(text: str) -> tuple[str, bool]:
-    """Return the canonical text of a text without surrounding blanks, and whether the value is inexact."""
+    """Return the canonical text of ``text``, which has no surrounding blanks, and whether it is inexact."""
     integer = _integral_text(text)
     if integer is not None:
         return _WORDS.get(integer, integer), abs(int(integer)) >= _MAX_EXACT
@@ -115,7 +115,7 @@ def canonical_text(text: str) -> tuple[str, bool]:
 
 
 def _integral_text(text: str) -> str | None:
-    """Return the integer in a text such as ``5.0`` or ``5e+00``; None for any other text, also ``5``."""
+    """Return the integer in a text such as ``5.0`` or ``5e+00``. Return None for other texts, also ``5``."""
     point = _POINT.fullmatch(text)
     if point is not None:
         return point[1]
@@ -127,19 +127,19 @@ def _integral_text(text: str) -> str | None:
 
 
 def hash_texts(texts: pa.Array) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit hash of each text, the same on every platform; null is hashed as the empty text."""
+    """Return a 64-bit hash of each text, which is the same on every platform. Null counts as empty text."""
     contents = pc.fill_null(texts, "").cast(pa.large_binary()).to_numpy(zero_copy_only=False)
     digests = b"".join([blake2b(content, digest_size=8).digest() for content in contents])
     return np.frombuffer(digests, "<u8")
 
 
 def compute_keys(texts: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the key of each canonical text, by which a growing table finds its row: the bits of a hash.
+    """Return the 64-bit key of each canonical text. A growing table finds the row of an id by the key.
 
-    - An integer of int64 or uint64: the SplitMix64 hash of its 64 bits. No two integers of one of these types
-      have the same key. A negative integer has the key of the integer 2**64 above it.
-    - Any other text: :func:`hash_texts`.
-    - Null: 0, which is a key like any other.
+    - The key of an integer in the range of int64 or uint64 is the SplitMix64 hash of its 64 bits. Different
+      integers have different keys, but a negative integer n has the key of 2**64 + n.
+    - The key of any other text is the result of :func:`hash_texts`.
+    - The key of null is 0, which may also be the key of another value.
     """
     integer_D = pc.fill_null(pc.match_substring_regex(texts, _KEY_INTEGER), False)
     negative_D = pc.fill_null(pc.starts_with(texts, "-"), False)

@@ -1,7 +1,7 @@
 """Columns of any type as labels, numbers, times and categorical values.
 
-Text arrives as strings. Parquet also has integers, floats, booleans, dictionaries and lists. Null is a
-missing value, and so is NaN in a column of floats, as numpy and pandas write it.
+Columns of text files hold strings. Columns of Parquet files may also hold integers, floats, booleans,
+dictionaries and lists. Null is a missing value, and so is NaN in a column of floats.
 
 Times are seconds since 1970:
 
@@ -15,7 +15,7 @@ numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
 ======================================= =========================================================
 
-So hours and weekdays of times are in the zone of the file, not in UTC. The resolution is a microsecond.
+So hours and weekdays are those of the zone in the file, not of UTC. The resolution is a microsecond.
 """
 
 import re
@@ -56,9 +56,9 @@ _LOCAL_TIME = r"^(?P<time>.{10}(?:[ T][0-9:]{5,8}(?:[.][0-9]{1,6})?)?)"  # a tim
 class Values(NamedTuple):
     """The canonical texts of a categorical column of B rows, and masks of its invalid rows."""
 
-    coded: pa.Array  # dictionary array of B strings, null if missing; or array of B lists of such, none null
-    inexact_B: Mask  # rows with an inexact value (see hybrid.data.values.canonical)
-    too_long_B: Mask  # rows with a value of more than ``MAX_VALUE_BYTES``
+    coded: pa.Array  # a dictionary array of strings, null if missing; or lists of strings without nulls
+    inexact_B: Mask  # whether a value of the row is inexact (see hybrid.data.values.canonical)
+    too_long_B: Mask  # whether a value of the row has more than ``MAX_VALUE_BYTES``
 
 
 def is_list(column: pa.Array) -> bool:
@@ -67,7 +67,7 @@ def is_list(column: pa.Array) -> bool:
 
 
 def convert_maps(column: pa.Array) -> pa.Array:
-    """Convert a column of maps to lists of (key, value) pairs; return any other column as it is."""
+    """Convert a column of maps to lists of (key, value) pairs. Return any other column unchanged."""
     if not pa.types.is_map(column.type):
         return column
     pairs = pa.StructArray.from_arrays([column.keys, column.items], ["key", "value"])
@@ -75,11 +75,11 @@ def convert_maps(column: pa.Array) -> pa.Array:
 
 
 def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = "") -> Values:
-    """Return a categorical column in canonical texts (:mod:`hybrid.data.values.canonical`).
+    """Convert the values of a categorical column to canonical texts (:mod:`hybrid.data.values.canonical`).
 
     Args:
-        missing: texts that mean a missing value. Missing values are null, and are dropped from lists.
-        separator: splits the texts of a flat column into lists, unless empty.
+        missing: texts that mean a missing value. A missing value becomes null, or is dropped from its list.
+        separator: if not empty, each text of a column without lists is split into a list at the separators.
     """
     if separator and not is_list(column):
         column = split_texts(decode_texts(column).cast(pa.string()), separator)
@@ -89,10 +89,10 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
-    """Split texts into lists of items; without a separator, a text is one item. Treat null as empty text.
+    """Split each text into a list of items at ``separator``. If it is empty, each text is one item.
 
-    If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
-    ``['a', 'b']`` or ``{a,b}``. Its brackets and quotes are removed.
+    Null is split like an empty text. If the separator is a comma or a blank, the brackets and quotes of a
+    list as pandas or PostgreSQL writes it, such as ``['a', 'b']`` or ``{a,b}``, are removed.
     """
     texts = trim_blanks(pc.fill_null(texts, ""))
     if not separator:
@@ -108,38 +108,41 @@ def split_texts(texts: pa.Array, separator: str) -> pa.Array:
 
 
 def list_lengths(column: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the number of items of each list; 0 for null."""
+    """Return the number of items of each list. Null has 0 items."""
     return np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
 
 
 def take_or_default(values_D: npt.NDArray[T], indices: pa.Array, if_null: float) -> npt.NDArray[T]:
-    """Return the elements of ``values_D`` at ``indices``; ``if_null`` for a null index."""
+    """Return the element of ``values_D`` for each index, or ``if_null`` if the index is null."""
     index: npt.NDArray[np.int64] = np.asarray(indices.fill_null(len(values_D)))
     return np.append(values_D, np.array(if_null, values_D.dtype))[index]
 
 
 def group_items(items: pa.Array, kept_L: Mask, lengths_B: npt.NDArray[np.int64]) -> pa.ListArray:
-    """Group items into B lists of ``lengths_B`` items, and drop the items where ``kept_L`` is false."""
+    """Cut L items into B lists of ``lengths_B`` items, and drop the items where ``kept_L`` is false."""
     num_kept = np.concatenate([[0], np.cumsum(kept_L)])
     offsets = num_kept[np.concatenate([[0], np.cumsum(lengths_B)])]
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.filter(pa.array(kept_L)))
 
 
 def find_rows(mask_L: Mask, lengths_B: npt.NDArray[np.int64]) -> Mask:
-    """Return a mask of the rows with an item where ``mask_L`` is true; row b has ``lengths_B[b]`` items."""
+    """Return a mask of the rows with an item where ``mask_L`` is true.
+
+    The L items are ordered by row. Row b has ``lengths_B[b]`` items.
+    """
     rows_B = np.zeros(len(lengths_B), np.bool_)
     rows_B[np.repeat(np.arange(len(lengths_B)), lengths_B)[mask_L]] = True
     return rows_B
 
 
 def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Group flat values into B lists of ``lengths_B`` values, and drop nulls."""
+    """Cut values into B lists of ``lengths_B`` values, and drop nulls. Masks are combined by list."""
     lists = group_items(items.coded, np.asarray(items.coded.is_valid()), lengths_B)
     return Values(lists, find_rows(items.inexact_B, lengths_B), find_rows(items.too_long_B, lengths_B))
 
 
 def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
-    """Keep at most ``limit`` items of each list: the first ones with ``from_start``, else the last ones."""
+    """Keep the first ``limit`` items of each list, or the last ones if ``from_start`` is false."""
     lengths_B = np.diff(np.asarray(lists.offsets)).astype(np.int64)
     position_L = np.arange(lengths_B.sum()) - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
     if not from_start:
@@ -148,7 +151,7 @@ def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.L
 
 
 def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
-    """Parse a flat column like :func:`parse_values`; process each distinct value once."""
+    """Convert a column without lists as :func:`parse_values` does. Each distinct value is processed once."""
     indices, distinct = _distinct(column)
     texts, inexact_D = canonicalize(distinct)
     too_long_D = np.asarray(pc.fill_null(pc.greater(pc.binary_length(texts), MAX_VALUE_BYTES), False))
@@ -166,7 +169,7 @@ def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
 
 
 def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
-    """Return the key that :func:`compute_keys` gives to the text of each integer; null if missing."""
+    """Return the key of each integer as :func:`compute_keys` does for its text, or null if it is missing."""
     texts = [canonical_text(text)[0] for text in missing]
     limits = np.iinfo(integers.type.to_pandas_dtype())
     numbers = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,20}", text) and str(int(text)) == text]
@@ -178,7 +181,7 @@ def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
 
 
 def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return a column as float64, NaN if missing, and a mask of values that are no finite float32 number."""
+    """Return numbers, NaN if missing, and a mask of invalid values (no number, or too large for float32)."""
     column = decode_texts(column)
     has_text = is_text(column)
     if has_text:
@@ -205,9 +208,9 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 
 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return seconds since 1970, NaN if missing, and a mask of values that are neither time nor number.
+    """Return times in seconds since 1970, NaN if missing, and a mask of the invalid values.
 
-    The mask includes dates that do not exist, and dates after the year 9999. Any number counts as seconds.
+    Numbers are valid, and times up to the year 9999 in the forms that the module describes.
     """
     column = decode_texts(column)
     if is_text(column):
@@ -236,7 +239,7 @@ def _seconds_of_texts(texts: pa.Array, missing: tuple[str, ...]) -> tuple[Number
 
 
 def _parse_dates(texts: pa.Array, date_format: str) -> pa.Array:
-    """Parse dates without converting their zone; null if a text is no existing date of the format."""
+    """Parse dates. A zone in the text is ignored. The result is null if the text is no date of the format."""
     # strptime takes the 30th of February for a day of March. The last day and the last zone in a text count.
     parse = partial(pc.strptime, unit="s", error_is_null=True)
     dates = parse(pc.binary_join_element_wise(texts, "+0000", " "), format=f"{date_format} %z")
@@ -254,8 +257,8 @@ def parse_date_parts(
 ) -> tuple[Numbers, Mask]:
     """Return the hours (0-23) or weekdays (0 is Monday) of dates, and a mask of invalid values.
 
-    ``kind`` is "hour" or "weekday". Missing and invalid values are NaN. With ``date_format``, texts and
-    numbers are parsed by ``strptime``, else as this module describes. Parquet dates need no format.
+    ``kind`` is "hour" or "weekday". The result is NaN for missing and invalid values. ``date_format`` is a
+    format of ``strptime`` for texts and numbers. If it is empty, values are parsed by :func:`parse_seconds`.
     """
     value_type = _decoded_type(column.type)
     if date_format and not (pa.types.is_date(value_type) or pa.types.is_timestamp(value_type)):
@@ -275,7 +278,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """If all values except missing ones are dates in digits (20240131), mask these values, else no value."""
+    """Return a mask of the present values if all are dates in digits (20240131), else an all-false mask."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     is_missing_B = np.asarray(pc.is_in(texts, value_set=pa.array(missing, pa.string())))
     given_B = np.asarray(texts.is_valid()) & ~is_missing_B
@@ -286,7 +289,7 @@ def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
 def parse_labels(
     column: pa.Array, positive: tuple[str, ...], negative: tuple[str, ...]
 ) -> tuple[npt.NDArray[np.uint8], Mask]:
-    """Return 1 for a positive and 0 for a negative label, and a mask of unknown and missing labels."""
+    """Return labels (1 if positive, 0 if negative), and a mask of the labels that are neither, or missing."""
     indices, distinct = _distinct(column)
     known = pa.array([canonical_text(text)[0] for text in (*positive, *negative)], pa.string())
     position_D = np.asarray(pc.fill_null(pc.index_in(canonicalize(distinct)[0], value_set=known), -1))
@@ -295,7 +298,7 @@ def parse_labels(
 
 
 def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return an index per row (null for null), and the array of distinct values that it refers to."""
+    """Return for each row the index of its value (null if missing), and the array of distinct values."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if len(coded.dictionary) <= len(coded):
         return coded.indices, coded.dictionary
@@ -304,12 +307,12 @@ def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 
 def is_text(column: pa.Array) -> bool:
-    """Return whether a column is an array of strings, and not a dictionary array."""
+    """Return whether a column is an array of strings. A dictionary array of strings is not."""
     return isinstance(column, pa.StringArray | pa.LargeStringArray)
 
 
 def decode_texts(column: pa.Array) -> pa.Array:
-    """Decode the dictionary of a column, if any; convert bytes, string views and null arrays to strings."""
+    """Decode the dictionary of a column, if any. Convert bytes, string views and null arrays to strings."""
     column = decode_dictionary(column)
     others = pa.NullArray | pa.StringViewArray | pa.BinaryArray | pa.LargeBinaryArray
     return column.cast(pa.string()) if isinstance(column, others) else column
@@ -321,7 +324,7 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def decode_dictionaries(column: pa.Array) -> pa.Array:
-    """Decode the dictionary of a column or of its lists, so that all blocks have the same type."""
+    """Decode the dictionaries of a column and of its list items, so that all blocks have the same type."""
     column = decode_dictionary(column)
     if not is_list(column):
         return column

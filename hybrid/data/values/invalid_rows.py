@@ -20,9 +20,9 @@ MAX_LEADING_INVALID = 10_000  # invalid rows of a file before its first valid ro
 
 
 class Reason(StrEnum):
-    """The reason why a row is invalid, such as ``unknown_label``, with advice to the user."""
+    """The reason why a row is invalid, such as ``unknown_label``."""
 
-    advice: str
+    advice: str  # the last words of an error message: what the user can do
 
     def __new__(cls, key: str, advice: str = "") -> Self:
         reason = str.__new__(cls, key)
@@ -51,16 +51,16 @@ class InvalidRow(NamedTuple):
 
     line: int  # the first line of the row, 1-based
     reason: Reason
-    found: str  # a description of the invalid content
+    found: str  # a description of the invalid content, such as ``price is 'x', expected a finite number``
     last: int = 0  # the last line of a row of several lines, else 0
 
     def after(self, lines: int) -> InvalidRow:
-        """Return a copy with ``lines`` added to its line numbers."""
+        """Return a copy whose line numbers are larger by ``lines``."""
         return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
 
     @property
     def text(self) -> str:
-        """The description ``found``; for a row of several lines, with the number of its last line."""
+        """The description ``found``. For a row of several lines, the number of the last line is added."""
         return f"{self.found}, to line {self.last}" if self.last else self.found
 
 
@@ -80,10 +80,10 @@ def format_cell(column: pa.Array, i: int) -> str:
 
 @dataclass(frozen=True)
 class InvalidRowReport:
-    """The number of skipped rows by reason, and at most the first 10 as ``FILE:LINE: what is wrong``."""
+    """The number of invalid rows by reason, and descriptions of the first 10 invalid rows."""
 
-    counts: dict[str, int]
-    examples: tuple[str, ...]
+    counts: dict[str, int]  # by Reason
+    examples: tuple[str, ...]  # ``FILE:LINE: what is wrong``, at most 10
 
     @property
     def total(self) -> int:
@@ -91,7 +91,7 @@ class InvalidRowReport:
 
     @classmethod
     def merge(cls, reports: Sequence[Self]) -> Self:
-        """Add up the counts, leave out zeros, and keep the first 10 examples in the order of ``reports``."""
+        """Return the sums of the counts, without zeros, and the first 10 examples of all ``reports``."""
         counts = sum((Counter(each.counts) for each in reports), Counter[str]())
         examples = (example for each in reports for example in each.examples)
         return cls(dict(counts), tuple(islice(examples, MAX_EXAMPLES)))
@@ -101,8 +101,8 @@ class InvalidRowLog:
     """Collects the invalid rows of one pass over files, or of a stream.
 
     Args:
-        max_fraction: the largest allowed fraction of invalid rows, which ``finish`` checks. If it is 0,
-            ``add`` raises DataError at the first invalid row.
+        max_fraction: the largest allowed fraction of invalid rows. ``finish`` checks the fraction. If
+            ``max_fraction`` is 0, ``add`` already raises DataError at the first invalid row.
     """
 
     def __init__(self, max_fraction: float) -> None:
@@ -115,11 +115,11 @@ class InvalidRowLog:
         self._file_has_valid = False
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
-        """Record the rows of the next block: the number of valid rows, and the invalid rows.
+        """Record the number of valid rows and the invalid rows of the next block, from the file ``path``.
 
         Raises:
-            DataError: a row is invalid and ``max_fraction`` is 0; the file before ``path`` has invalid rows
-                only; or ``path`` has so far at least 10,000 rows, all of them invalid.
+            DataError: a row is invalid and ``max_fraction`` is 0; all rows of the previous file are invalid;
+                or the file has at least 10,000 rows so far, and all of them are invalid.
         """
         if path != self._path:
             self.check_file()
@@ -140,7 +140,7 @@ class InvalidRowLog:
             self.check_file()
 
     def check_file(self) -> None:
-        """Raise DataError if the current file has invalid rows, and no valid row so far."""
+        """Raise DataError if all recorded rows of the file of the last block are invalid."""
         rows = self._leading
         if not rows:
             return
@@ -150,7 +150,7 @@ class InvalidRowLog:
         raise DataError(f"{self._path}: {found}; {reason.advice}")
 
     def finish(self) -> InvalidRowReport:
-        """Return the report; DataError if too many rows, or all rows of the last file, are invalid."""
+        """Return the report. Raise DataError if too many rows, or all rows of the last file, are invalid."""
         self.check_file()
         invalid = self._counts.total()
         total = self._valid + invalid
@@ -160,6 +160,6 @@ class InvalidRowLog:
         return self.report()
 
     def report(self) -> InvalidRowReport:
-        """Return the report of the rows so far, however many are invalid."""
+        """Return the report of the rows so far, without a check."""
         counts = {str(reason): self._counts[reason] for reason in Reason}
         return InvalidRowReport(counts, tuple(self._examples))

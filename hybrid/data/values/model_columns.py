@@ -31,16 +31,17 @@ _DATE = "a date such as 2024-01-31 09:30:00, or seconds since 1970"
 
 @dataclass(eq=False)
 class ColumnReader:
-    """Converts columns of a block of B rows. The results for rejected rows have no meaning.
+    """Converts columns of a block of B rows, and rejects rows with invalid values.
 
-    A method for single values (``values``, ``hashes``, ``seconds``, ``event_times``) raises ConfigError if
-    the column holds lists. A method raises ArrowException if it cannot convert the values of a column.
+    The results for rejected rows are undefined. The argument ``key`` is the configuration key that names the
+    column, for messages. ``values``, ``hashes``, ``seconds`` and ``event_times`` raise ConfigError if the
+    column holds lists. A method raises ArrowException if the column has an unsuitable type.
     """
 
     columns: Mapping[str, pa.Array]  # the columns of the block, by name
-    lines_B: npt.NDArray[np.int64]  # the line of each row in the file
-    missing: tuple[str, ...]  # texts that mean missing
-    reads_keys: bool = False  # whether integers of a growing table become keys, not texts, which is faster
+    lines_B: npt.NDArray[np.int64]  # the line number of each row, for the reports of rejected rows
+    missing: tuple[str, ...]  # texts that mean a missing value
+    reads_keys: bool = False  # whether integers for growing tables are converted to keys, not to texts
 
     def __post_init__(self) -> None:
         self.valid_B = np.ones(len(self.lines_B), np.bool_)  # whether a row is valid so far
@@ -53,34 +54,34 @@ class ColumnReader:
         return self.columns[name]
 
     def flat_column(self, name: str, key: str) -> pa.Array:
-        """Return a column; if it holds lists, raise ConfigError for the configuration key ``key``."""
+        """Return the column ``name``. Raise ConfigError if the column holds lists."""
         if is_list(self.column(name)):
             rule = "must be a column with one value per row, but this column holds lists"
             raise ConfigError(key, rule, name)
         return self.column(name)
 
     def reject(self, mask_B: Mask, reason: Reason, name: str, expected: str) -> None:
-        """Reject the rows where ``mask_B`` is true; messages name the column, its value and ``expected``."""
+        """Reject the rows where ``mask_B`` is true. Messages name the column, its value and ``expected``."""
         for i in np.flatnonzero(mask_B & self.valid_B).tolist():
             found = f"{name} is {format_cell(self.columns[name], i)}, expected {expected}"
             self.invalid.append(InvalidRow(int(self.lines_B[i]), reason, found))
         self.valid_B[mask_B] = False
 
     def numbers(self, name: str) -> Numbers:
-        """Return a column of numbers, NaN if missing; reject rows with any other value."""
+        """Return a column of numbers, NaN if missing. Reject rows with a value that is no number."""
         numbers_B, wrong_B = column_values.parse_numbers(self.column(name), self.missing)
         self.reject(wrong_B, Reason.NUMBER, name, "a finite number")
         return numbers_B
 
     def seconds(self, name: str, key: str) -> Numbers:
-        """Return times in seconds since 1970, by which a split selects rows; reject rows without a time."""
+        """Return the times that determine a split, in seconds since 1970. Reject rows without a time."""
         times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
         return times_B
 
     def event_times(self, name: str) -> Numbers:
-        """Return a column of event times, in seconds since 1970; reject rows without a valid event time."""
+        """Return the event times of a stream in seconds since 1970. Reject rows without a valid time."""
         column = self.flat_column(name, "data.stream")
         times_B, wrong_B = column_values.parse_seconds(column, self.missing)
         wrong_B |= ~(np.abs(times_B) < MAX_SECONDS) | column_values.find_digit_dates(column, self.missing)
@@ -88,25 +89,21 @@ class ColumnReader:
         return times_B
 
     def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
-        """Return a hash of each value; :meth:`reject` rows with a missing, inexact or too long value."""
+        """Return a hash of each value. :meth:`reject` rows with a missing, inexact or too long value."""
         coded, inexact_B, too_long_B = column_values.parse_values(self.flat_column(name, key), self.missing)
         self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
     def values(self, name: str, key: str) -> pa.DictionaryArray:
-        """Return a column of canonical texts, null if missing; reject rows of inexact or too long values."""
+        """Return canonical texts, null if missing. Reject rows with an inexact or too long value."""
         return self._check_values(column_values.parse_values(self.flat_column(name, key), self.missing), name)
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Compute a column of data.sparse; reject rows with invalid values.
+        """Return a sparse feature and the weights of its ids. Reject rows with invalid values.
 
-        Returns:
-            An array for ``RawBlock.sparse`` (:mod:`hybrid.data.parse.sources`); and the weights of the ids
-            as lists of float32, or None if ids have no weights.
-
-        Raises:
-            ArrowException: a file column cannot be converted.
-            ConfigError: a column of a cross holds lists.
+        The feature is an array as in ``RawBlock.sparse`` (:mod:`hybrid.data.parse.sources`). The weights are
+        lists of float32, or None if the ids have no weights. Raise ConfigError if a column of a cross holds
+        lists.
         """
         kind = column.kind
         if kind == "cross":
@@ -143,16 +140,16 @@ class ColumnReader:
         return ids, weights
 
     def reject_digit_dates(self, column: Column) -> None:
-        """Reject dates in digits (20240131) of a column without date format: they would count as seconds."""
+        """Reject dates in digits (20240131) if the column has no date format: they would count as seconds."""
         if column.kind in ("hour", "weekday") and not column.arguments["format"]:
             digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
             self.reject(digits_B, Reason.DATE, column.source, expected)
 
     def _weighted_ids(self, column: Column) -> tuple[pa.ListArray, pa.ListArray]:
-        """Return lists of ids, and lists of their weights (float32), without missing ids.
+        """Return the list of ids of each row, and the list of their weights. Missing ids are left out.
 
-        In text, ids have the form ``tag:0.7|other:0.2``; Parquet may also have maps or lists of pairs.
+        A text has the form ``tag:0.7|other:0.2``. A Parquet column may also hold maps, or lists of pairs.
         """
         lists = self.column(column.source)
         if not is_list(lists):
@@ -181,10 +178,10 @@ class ColumnReader:
 def _split_items(
     items: pa.Array, missing: tuple[str, ...], weight_separator: str
 ) -> tuple[pa.Array, pa.Array]:
-    """Return the ids and the weights of items, which are texts or structs of two fields.
+    """Split items, which are texts (``tag:0.7``) or structs of two fields, into ids and weights.
 
-    A missing text has a null id and a null weight; a text without a separator, only a null weight. Raise
-    ArrowTypeError if items have another type.
+    The weight of a text without a separator is null. Both are null for a missing text. Raise ArrowTypeError
+    if the items have another type.
     """
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
@@ -203,7 +200,7 @@ def _split_items(
 
 
 def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
-    """Return a sort key for the two fields of a struct, by name and type: the id sorts before the weight."""
+    """Return a key to sort the two fields of a struct: by name and type, the id comes before the weight."""
     name, kind = pair[0].name.lower(), pair[0].type
     is_id = name in ("key", "id")  # the key of a map, too
     return not is_id, name == "weight", pa.types.is_floating(kind), pa.types.is_integer(kind)
@@ -213,13 +210,12 @@ class Targets(NamedTuple):
     """The targets of B samples for T tasks."""
 
     labels_BT: npt.NDArray[np.float32]  # undefined for a sample that is excluded by the task's mask
-    # 0 where a mask excludes a sample; None if all samples have the same weight.
-    weights_BT: npt.NDArray[np.float32] | None = None
-    groups_B: npt.NDArray[np.int64] | None = None  # a hash of the group; None without groups
-    times_B: Numbers | None = None  # event times, in seconds since 1970; None without a column of them
+    weights_BT: npt.NDArray[np.float32] | None = None  # 0 for an excluded sample; None if all are 1
+    groups_B: npt.NDArray[np.int64] | None = None  # a hash of ``data.group``; None without groups
+    times_B: Numbers | None = None  # event times, in seconds since 1970; None if no column has them
 
     def select(self, rows: npt.NDArray[np.bool_ | np.int64]) -> Targets:
-        """Return the samples that a mask or indices select."""
+        """Return the targets of the samples that ``rows``, a mask or indices, selects."""
         return Targets(*(None if array is None else array[rows] for array in self))  # type: ignore[arg-type]
 
 
@@ -229,7 +225,7 @@ class TargetSpec:
 
     tasks: Mapping[str, TaskSection]  # tasks by name, each with its label column
     data: DataSection  # the section that names the columns of weights, groups and event times
-    is_implied: bool  # whether there are no sections [tasks.NAME], so that data.label is the only task
+    is_implied: bool  # whether the only task is that of ``data.label``, without sections [tasks.NAME]
 
     @classmethod
     def of(cls, tasks: Mapping[str, TaskSection], data: DataSection) -> TargetSpec:
@@ -240,7 +236,7 @@ class TargetSpec:
         return bool(self.data.weight) or any(t.mask or t.kind == "retrieval" for t in self.tasks.values())
 
     def columns(self) -> list[tuple[str, str]]:
-        """Return pairs of a configuration key and the column that the key names."""
+        """Return the columns of targets, as pairs of a configuration key and a column that it names."""
         data = self.data
         named = [("data.weight", data.weight), ("data.group", data.group), ("data.stream", data.time_column)]
         for name, task in self.tasks.items():
@@ -249,7 +245,7 @@ class TargetSpec:
         return [(key, column) for key, column in named if column]
 
     def read(self, reader: ColumnReader) -> Targets:
-        """Return the targets of a block; reject rows with an invalid label, mask, weight, group or time."""
+        """Return the targets of a block. Reject rows with an invalid label, mask, weight, group or time."""
         data = self.data
         labels_T, counts_T = zip(*(self._task(task, reader) for task in self.tasks.values()), strict=True)
         labels_BT = np.stack(labels_T, axis=1).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Distinct texts, such as the known values of a categorical column, and the search for them.
+"""Lists of distinct texts, such as the known values of a categorical column, with a search by hash.
 
-In memory, a value takes the bytes of its text and 20 more: 8 for the offset of the text, and 12 for its
-64-bit hash and the index. If hashes are equal, texts are compared.
+In memory, a text takes its bytes and 20 more: 8 for the offset of the text, and 12 for its 64-bit hash and
+its index. If hashes are equal, texts are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 
 class Vocabulary:
-    """Distinct texts, without null; the index of a text is its position."""
+    """A list of distinct texts, without null. The index of a text is its position in the list."""
 
     def __init__(self, texts: pa.Array) -> None:
         self.texts = texts if texts.type == pa.large_string() else texts.cast(pa.large_string())
@@ -40,7 +40,7 @@ class Vocabulary:
         return isinstance(other, Vocabulary) and bool(self.texts.equals(other.texts))
 
     def indices(self, texts: pa.Array) -> npt.NDArray[np.int64]:
-        """Return the index of each text; -1 for an unknown text or null."""
+        """Return the index of each text, or -1 for null or an unknown text."""
         texts = texts.cast(pa.large_string())
         index_N = np.full(len(texts), -1)
         if not len(self):
@@ -65,14 +65,14 @@ class Vocabulary:
 
     @cached_property
     def _by_hash(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-        """The hashes of all texts in ascending order, and the indices of their texts."""
+        """The hashes of all texts in ascending order, and the index of the text of each hash."""
         hashes = _hash(self.texts)
         order = np.argsort(hashes, kind="stable")
         return hashes[order], order.astype(np.int32)
 
 
 def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit hash of each text: multiply each byte by a factor of its position, add up, and mix."""
+    """Return a 64-bit hash of each text."""
     hashes = [np.empty(0, np.uint64)]
     for start in range(0, len(texts), HASHED_AT_ONCE):
         block = texts.slice(start, HASHED_AT_ONCE)
