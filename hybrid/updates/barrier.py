@@ -58,8 +58,8 @@ class UpdateBarrier(Generic[Contribution]):
         merge: returns the update of a step from the contributions, sorted by trainer, step and lookup. The
             same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
-        prepare_step: prepares the update of a step, given its number; called once the update of the step
-            before, and the lookups that waited for that update, are done.
+        prepare_step: prepares the update of a step, given the number of the step. The barrier calls this
+            after the previous update and the lookups that waited for the previous update.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> Future[Result]:
         """Return a future of ``work``, which runs once the updates that the ticket requires are applied.
 
-        If these updates are applied already, this call runs ``work``. Otherwise, a prefetch replaces an
-        earlier one with the same ``ticket.key``, whose future then fails with ClusterError. If the barrier
-        has failed, the future fails with the barrier's error.
+        If these updates are applied already, this call runs ``work``. Otherwise, ``work`` waits. A prefetch
+        then replaces a waiting prefetch with the same ``ticket.key``, and the future of the replaced prefetch
+        fails with ClusterError. If the barrier has failed, the future fails with the barrier's error.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -133,7 +133,7 @@ class UpdateBarrier(Generic[Contribution]):
 
         Raises:
             ClusterError: the trainer has already sent these gradients.
-            DataError: the trainer has read another batch than a different trainer. The barrier then fails.
+            DataError: two trainers have read different global batches in a step. The barrier then fails.
             Exception: the error with which the barrier has failed.
         """
         try:
@@ -152,7 +152,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._run_update(*update)
 
     def squared_norm(self, step: int) -> Future[float]:
-        """Return a future of the squared norm of a step's gradients. The rules must clip or skip updates."""
+        """Return a future of the squared norm of a step's gradients, if ``UpdateRules.has_update_guard``."""
         future: Future[Any] = Future()
         with self._changed:
             self._norm_step = max(self._norm_step, step)
@@ -196,7 +196,7 @@ class UpdateBarrier(Generic[Contribution]):
                 raise ClusterError("gradients are not applied yet (cluster.timeout_seconds)")
 
     def restart(self, version: int) -> None:
-        """Set the number of applied updates to ``version``, of a loaded checkpoint. Waiting lookups fail.
+        """Continue from a loaded checkpoint after ``version`` updates; lookups that still wait fail.
 
         Call :meth:`drain` first.
         """

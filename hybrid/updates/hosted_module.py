@@ -30,7 +30,7 @@ class HostedModule(nn.Module):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Future[Result]:
-        """Call a method of the update barrier; return its result in a future, as a remote call does."""
+        """Call a method of the update barrier with ``args``; return a completed future of the result."""
         response: Future[Result] = Future()
         response.set_result(method(self.barrier, *args))
         return response
@@ -76,7 +76,7 @@ class HostedModule(nn.Module):
         raise NotImplementedError
 
     def _files(self, is_copied: bool, is_delta: bool) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:
-        """Return, for each file of a checkpoint or delta, a function that returns the tensors."""
+        """Return, by file name, a function that returns the tensors of a file of a checkpoint or delta."""
         raise NotImplementedError
 
     def close(self) -> None:

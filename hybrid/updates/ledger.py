@@ -83,7 +83,7 @@ class Ledger(Generic[Contribution]):
         return ticket.version <= self._first_unapplied[ticket.trainer]
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
-        """Begin the next update; return the step of its first contribution, and its contributions.
+        """Begin the next update; return (step of the first contribution, all contributions).
 
         Return None if gradients are missing, or if an update is running.
         """
@@ -106,9 +106,9 @@ class Ledger(Generic[Contribution]):
         self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the timeout for missing gradients of step ``version``.
+        """Return the seconds until the timeout for missing gradients of the next update.
 
-        The timeout begins when the first trainer has sent all gradients of the step. Return None before that,
+        The timeout begins when the first trainer has sent all its gradients. Return None before that,
         and always in async mode. Raise ClusterError after the timeout.
         """
         if self._rules.mode is UpdateMode.ASYNC:

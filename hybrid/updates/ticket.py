@@ -14,7 +14,7 @@ DIFFERENT_BATCHES = (
 
 
 class Purpose(StrEnum):
-    """The purpose of a lookup: to predict, to train, or to train with rows that are requested ahead."""
+    """The purpose of a lookup: prediction, training, or training with a lookup before the step begins."""
 
     PREDICT = "predict"  # no gradients follow
     TRAIN = "train"  # the backward pass brings the gradients

@@ -115,5 +115,5 @@ class UpdateRules:
 
     @property
     def has_update_guard(self) -> bool:
-        """Whether each update waits until trainers decide to scale or skip it (``engine/step_engine.py``)."""
+        """Whether updates may be clipped or skipped, and so wait for a decision of the trainers."""
         return self.clip_norm is not None or not self.check_finite
