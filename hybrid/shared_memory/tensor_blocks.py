@@ -63,7 +63,7 @@ class BlockWriter:
         self._released: deque[int] = deque()
 
     def write(self, tensors: Sequence[Tensor]) -> int | None:
-        """Copy tensors into a free block, and return its start; None if they are small or do not fit."""
+        """Copy tensors into a free block, and return its start; None if tensors are small or do not fit."""
         length = sum(align(tensor.nbytes) for tensor in tensors)
         if length < MIN_BLOCK_BYTES:
             return None
@@ -81,7 +81,7 @@ class BlockWriter:
         return start
 
     def free(self, starts: Iterable[int]) -> None:
-        """Free the blocks at ``starts``, which the other process has released."""
+        """Free the blocks at ``starts``, whose tensors the other process has deleted."""
         self._released.extend(starts)
 
 
@@ -129,7 +129,7 @@ class MemoryPair:
 
     @classmethod
     def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":
-        """Map a descriptor's memory; the caller closes the descriptor. Errors as in :func:`map_memory`."""
+        """Map the memory of ``descriptor``, which the caller closes. Errors are as in :func:`map_memory`."""
         return cls(memoryview(map_memory(descriptor, cls.NUM_BYTES)), writes_first_half)
 
 
@@ -142,7 +142,7 @@ def create_memory(num_bytes: int) -> int:
 
 
 def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
-    """Map the first ``num_bytes`` of memory from :func:`create_memory` of any process; 0 for all of it.
+    """Map the first ``num_bytes`` of memory that :func:`create_memory` created in any process; 0 for all.
 
     Raises:
         ValueError: the memory is smaller, or is not sealed, so that a process could truncate it.
