@@ -205,10 +205,10 @@ class DdpModel:
             model.stages.head = self._wrap(head)
 
     def follow_parameters(self) -> nn.Module:
-        """Return the module to call, in a new DDP if a script has changed which parameters are trained.
+        """Return the module to call. For ``OUTSIDE``, renew DDP if other parameters are now trained.
 
-        A new DDP copies the first trainer's parameters to the others, so all trainers call this together.
-        Only ``OUTSIDE`` needs a new DDP. Raise RuntimeError for a change between micro-batches of a step.
+        All trainers call this together, since a new DDP copies the first trainer's parameters to the others.
+        Raise RuntimeError if the trained parameters have changed between micro-batches of a step.
         """
         trained = {p for p in self.net.parameters() if p.requires_grad}
         if self._mode is DdpMode.OUTSIDE and trained != self._wrapped:
@@ -277,7 +277,7 @@ class DdpModel:
         """Add the gradients of a micro-batch to the gradients of the step. Call this after the backward pass.
 
         Args:
-            gradients: the gradients by leaf of the graph. Only parameters of the net are added.
+            gradients: gradients by leaf of the autograd graph. Leaves outside the net are ignored.
 
         Raises:
             RuntimeError: after the last micro-batch of a step, a parameter under DDP has no gradient, or its
@@ -324,7 +324,7 @@ class DdpModel:
     def squared_norm(self) -> float:
         """Return this trainer's summand of the squared norm of all dense gradients.
 
-        If n trainers hold the same gradient, the summand of each contains 1/n of its squared norm.
+        If n trainers hold the same gradient, the summand of each contains 1/n of the gradient's squared norm.
         """
         by_holders: dict[int, list[Tensor]] = {}
         for parameter, gradient in self.gradients.items():

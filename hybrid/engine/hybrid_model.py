@@ -36,7 +36,7 @@ RemoteStage: TypeAlias = Callable[[Ticket, Tensor], Tensor]
 
 
 class NetInputs(NamedTuple):
-    """The inputs of a net: ``dense_BF``, ``pooled_BE``, and the output of the remote net, if there is one."""
+    """The inputs of a net: dense features, embedding vectors, and the output of the remote net or None."""
 
     dense_BF: Tensor
     pooled_BE: Tensor
@@ -185,7 +185,7 @@ class HybridModel(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Run the block with ``module`` in evaluation mode and without gradients; then restore its modes."""
+    """Run the block with ``module`` in evaluation mode and without gradients; then restore the old modes."""
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     try:

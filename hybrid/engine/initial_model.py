@@ -33,7 +33,7 @@ class InitialModel:
 
     Args:
         encoder_folder: path or URL of the data's encoder; None if the ids of the data are row numbers.
-        warn: logs a line about damaged checkpoints, and a line about tables that ``train.initial`` lacks.
+        warn: logs damaged checkpoints, and tables that the run ``train.initial`` lacks.
 
     Attributes:
         tables: the tables of this run; ``initial`` is set for tables with a source.
@@ -76,10 +76,10 @@ class InitialModel:
         return FeatureEncoder.load(parse_path(self._encoder_folder), with_values=False)
 
     def describe_matches(self, matches: Mapping[str, int]) -> list[str]:
-        """Return a line per source with, for each table, the number of values that have a row in the source.
+        """Return a line per source, such as "values with a row in runs/old: user 900 of 1,000, item 5 of 6".
 
         Args:
-            matches: the number of values that have a row in the source, by table.
+            matches: by table, the number of the table's values that have a row in its source.
 
         Raises:
             ConfigError: a table has values, and none of them has a row in the table's source.
@@ -191,7 +191,7 @@ class InitialModel:
         return self._config.tables.get(table.name, TableSection())
 
     def _encoding(self, key: str, table: TableSpec) -> SparseEncoding:
-        """Return the encoding of a table's columns; raise ConfigError if they map values differently."""
+        """Return the encoding of a table's columns; ConfigError if two columns map values differently."""
         first, *others = (each for each in self._encoder.sparse if each.name in table.features)
         if {*map(_describe, others)} - {_describe(first)}:
             rule = f"is not possible: the columns of table {table.name} do not have rows by the same values"
@@ -199,7 +199,7 @@ class InitialModel:
         return first
 
     def _open(self, key: str, path: str) -> tuple[Checkpoint, dict[str, SavedTable]]:
-        """Return the export at ``path``, or the best checkpoint of the run at ``path``, and its tables."""
+        """Open an export, or the best checkpoint of a run; return the checkpoint and its tables by name."""
         if path not in self._opened:
             try:
                 stored = Checkpoint.best_valid(parse_path(path), self._warn)
@@ -223,7 +223,7 @@ def _remedy(table: TableSpec) -> str:
 
 
 def _describe(encoding: SparseEncoding) -> str:
-    """Return how a column maps values to rows, as text. A source fits if its columns have the same text."""
+    """Describe how a column maps values to rows. A source fits a table only if both have the same text."""
     kinds = {
         "build": "values",
         "hash": f"hashes into {encoding.num_rows:,} rows",
@@ -235,7 +235,7 @@ def _describe(encoding: SparseEncoding) -> str:
 
 
 def _check_order(key: str, run: str, before: Sequence[str], now: Sequence[str]) -> None:
-    """Raise ConfigError if the position of a name differs between ``before`` and ``now``."""
+    """Raise ConfigError if a name has different positions in ``before`` (in ``run``) and in ``now``."""
     for name in now:
         if name in before and before.index(name) != now.index(name):
             rule = f"has {name} at another position than {run}, whose dense nets depend on the order"

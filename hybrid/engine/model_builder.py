@@ -30,7 +30,7 @@ def table_specs(config: RunConfig, input_spec: InputSpec) -> tuple[TableSpec, ..
     Raises:
         ConfigError: a section names a column that does not exist, or has the name of a column that it does
             not list; two sections list one column; a sequence has one id per sample, or no maximum length;
-            weighted ids have the pooling "max"; or a growing table has a key or column that excludes growth.
+            weighted ids have the pooling "max"; or a growing table has settings that forbid growth.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)

@@ -33,7 +33,7 @@ from hybrid.primitives.grouping import ranking_weights
 def pairwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss ``pairwise``: the logistic loss of pairs of samples of a group with different labels.
+    """Compute the loss ``pairwise``: the logistic loss of pairs of samples with different labels in a group.
 
     Args:
         scores: (samples,), in any order. A higher score predicts a better rank.

@@ -97,7 +97,7 @@ class ItemRanking:
             yield Batch(torch.zeros(len(ids_C), num_dense), sparse, torch.zeros(len(ids_C)), len(ids_C))
 
     def ranks_by(self, outputs_of: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Compute the vectors of all items; return a function that returns :meth:`ranks` of a batch."""
+        """Compute the vectors of all items once; return a function that computes :meth:`ranks` of a batch."""
         items_ID = self.item_vectors(outputs_of)
         return lambda batch: self.ranks(outputs_of(batch), batch, items_ID)
 

@@ -96,8 +96,8 @@ class StepInput(NamedTuple, Generic[AnySamples]):
 def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device]) -> None:
     """Seed the default generators of Python, NumPy, torch's CPU and ``devices`` for one step of one trainer.
 
-    Random numbers, such as dropout masks, are thus a function of the step, and a checkpoint needs no
-    generator state. ``torch.manual_seed`` seeds all kinds of devices, which takes 70 times as long.
+    So dropout masks and other random numbers depend only on the arguments, and checkpoints need no generator
+    state. ``torch.manual_seed`` would take 70 times as long, since it seeds all kinds of devices.
     """
     packed = struct.pack("<3Q", seed, trainer, step)
     digest = int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
@@ -214,7 +214,7 @@ class StepEngine(Generic[AnySamples]):
         """Read a batch ahead, and, except in sync mode, prefetch its lookups; return False after the last.
 
         Args:
-            send_with: a step whose gradients the lookups are sent with; None sends the lookups now.
+            send_with: the step whose gradients are sent in one message with the lookups; None sends them now.
         """
         with self._clock.phase("data"):
             batch = next(self._batches, None)
@@ -331,7 +331,7 @@ class StepEngine(Generic[AnySamples]):
         return scale
 
     def _common_scale(self, squared_norm: float) -> float | None:
-        """Return the factor of :meth:`decide`, computed from the norms of all trainers and workers."""
+        """Return the factor of :meth:`decide`, from the sum of ``squared_norm`` over trainers and workers."""
         norms = [each.squared_norm(self.step) for each in self._guarded]
         summand = squared_norm if math.isfinite(self._loss) else math.nan
         of_trainers = torch.tensor(summand, dtype=torch.float64)
