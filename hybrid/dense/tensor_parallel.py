@@ -326,7 +326,7 @@ class SharedStage(nn.Module):
 
 
 def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
-    """Return the number of rows of each rank, and for each input, whether a rank needs its gradient."""
+    """Return the number of rows of each rank, and for each input, whether any rank needs its gradient."""
     sizes = {len(x) for x in inputs}
     if len(sizes) != 1:
         raise ValueError(f"inputs of a stage must have as many rows as each other, not {sorted(sizes)}")
