@@ -126,7 +126,7 @@ def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.Proce
 
 @contextmanager
 def local_statistics() -> Iterator[None]:
-    """Let :class:`SyncBatchNorm` layers use only this trainer's samples, and not update running statistics."""
+    """Let each :class:`SyncBatchNorm` use this trainer's samples only, and not update running statistics."""
     SyncBatchNorm.is_local = True
     try:
         yield
