@@ -126,7 +126,7 @@ class Layout:
 
         A side table, or a folder ``NAME=VALUE`` in ``path``, may provide a column instead of the file. Raise
         ConfigError if a column is missing and not optional, or if both the file and a side table have a
-        column. Raise DataError if the file has a column to read twice.
+        column. Raise DataError if two columns of the file have the name of a column to read.
         """
         known, joined = [*names, *path_columns(path)], self.joined
         for key, name in self.keys_and_columns:

@@ -56,7 +56,7 @@ _NOT_TEXT = (b"PK\x03\x04", b"\xfd7zXZ", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 def read_lines(
     path: StoragePath, layout: Layout, start: int, stop: int | None, block_bytes: int
 ) -> Iterator[TableBlock]:
-    """Yield the rows of a segment of a text file, in blocks. The segment starts with line 1.
+    """Yield the rows of a segment of a text file in blocks. Lines are numbered from 1 in each segment.
 
     Args:
         start, stop: results of :func:`find_record_start`, or 0 and None for the start and end of the file.
@@ -383,7 +383,7 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
     """Open a text file, and decompress it if necessary. Only a file that is not compressed allows seeks.
 
-    From an object store, only the bytes that are read are requested; of a compressed file, blocks of 4 MiB.
+    If the file is in an object store and not compressed, a read requests only the bytes that it returns.
     Failed reads raise DataError or StorageError.
     """
     with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:

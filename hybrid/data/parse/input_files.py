@@ -131,7 +131,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def expand_pattern(text: str) -> list[StoragePath]:
-    """Return the sorted paths that match a pattern, without hidden ones.
+    """Return the sorted paths that match the pattern ``text``, without hidden files and folders.
 
     If ``text`` is itself an existing path, or no path matches, return only ``text``.
     """

@@ -89,7 +89,7 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
-    """Return how many of the first rows fit into 64 MiB of text per column. Raise DataError if it is 0."""
+    """Return how many of the first rows fit into 64 MiB of text per column. Raise DataError if none fits."""
     fitting = num_rows
     for name, column in columns.items():
         ends_B = np.arange(1, len(column) + 1)

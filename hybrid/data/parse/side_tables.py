@@ -41,9 +41,9 @@ class SideTable:
     columns: pa.Table  # the columns that the model reads
 
     def join(self, reader: ColumnReader) -> dict[str, pa.Array]:
-        """Return ``columns``, joined to the rows of the block that ``reader`` reads.
+        """Return the values of ``columns`` for each row of the block of ``reader``.
 
-        Rows with a missing or unknown key get null. Reject rows whose key is too long, or is inexact
+        Values are null for a missing or unknown key. Reject rows whose key is too long, or is inexact
         (:mod:`hybrid.data.values.canonical`). Raise ConfigError if the key column of the block holds lists.
         Raise DataError if the block has at least 1000 rows, and all their keys are missing or unknown.
         """

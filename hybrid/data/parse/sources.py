@@ -83,7 +83,7 @@ def split_files(
     A file that cannot be read becomes one segment, and :func:`read_segment` raises the error.
 
     Args:
-        min_rows: minimum number of rows of a segment of a Parquet file, except for its last segment.
+        min_rows: minimum number of rows of a segment of a Parquet file, except the last segment.
         num_bytes: approximate size of a segment of text; 0 for 64 MiB.
     """
 
@@ -189,7 +189,7 @@ def read_names(path: StoragePath, layout: Layout) -> Sequence[str]:
 
 
 def all_columns(path: StoragePath, table: TableBlock) -> dict[str, pa.Array]:
-    """Return the columns of a block by name, with a constant column for each folder ``NAME=VALUE``."""
+    """Return the columns of a block, and a constant column for each folder ``NAME=VALUE`` of ``path``."""
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     return constants | table.columns

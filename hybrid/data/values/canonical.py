@@ -96,7 +96,7 @@ def trim_blanks(texts: pa.Array) -> pa.Array:
 
 
 def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all texts of an array. For a slice, return the bytes of the sliced array."""
+    """Return the bytes of all texts of an array. For a slice, return the bytes of the whole array."""
     return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 

@@ -89,7 +89,7 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
-    """Split each text into a list of items at ``separator``. If it is empty, each text is one item.
+    """Split each text into a list of items at ``separator``. If ``separator`` is empty, a text is one item.
 
     Null is split like an empty text. If the separator is a comma or a blank, the brackets and quotes of a
     list as pandas or PostgreSQL writes it, such as ``['a', 'b']`` or ``{a,b}``, are removed.
@@ -136,7 +136,7 @@ def find_rows(mask_L: Mask, lengths_B: npt.NDArray[np.int64]) -> Mask:
 
 
 def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Cut values into B lists of ``lengths_B`` values, and drop nulls. Masks are combined by list."""
+    """Cut values into B lists of ``lengths_B`` values, without nulls. Masks mark lists of invalid values."""
     lists = group_items(items.coded, np.asarray(items.coded.is_valid()), lengths_B)
     return Values(lists, find_rows(items.inexact_B, lengths_B), find_rows(items.too_long_B, lengths_B))
 

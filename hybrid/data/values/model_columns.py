@@ -180,8 +180,8 @@ def _split_items(
 ) -> tuple[pa.Array, pa.Array]:
     """Split items, which are texts (``tag:0.7``) or structs of two fields, into ids and weights.
 
-    The weight of a text without a separator is null. Both are null for a missing text. Raise ArrowTypeError
-    if the items have another type.
+    The weight of a text without a separator is null. The id and the weight of a missing text are null. Raise
+    ArrowTypeError if the items have another type.
     """
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
@@ -236,7 +236,7 @@ class TargetSpec:
         return bool(self.data.weight) or any(t.mask or t.kind == "retrieval" for t in self.tasks.values())
 
     def columns(self) -> list[tuple[str, str]]:
-        """Return the columns of targets, as pairs of a configuration key and a column that it names."""
+        """Return the columns of targets, as pairs of a configuration key and a column that the key names."""
         data = self.data
         named = [("data.weight", data.weight), ("data.group", data.group), ("data.stream", data.time_column)]
         for name, task in self.tasks.items():
