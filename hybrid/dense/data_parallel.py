@@ -286,7 +286,7 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Return tensor 0 on each device, then tensor 1, and so on; only the first device shares memory."""
+    """Return tensor 0 on each device, then tensor 1, and so on; on the first device, copy only if needed."""
     return tuple(
         tensor.detach().to(device, copy=index > 0)
         for tensor in tensors

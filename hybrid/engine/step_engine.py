@@ -214,7 +214,7 @@ class StepEngine(Generic[AnySamples]):
         """Read a batch ahead, and, except in sync mode, prefetch its lookups; return False after the last.
 
         Args:
-            send_with: the step whose gradients are sent in one message with the lookups; None sends them now.
+            send_with: the step whose gradients share a message with the lookups; None sends the lookups now.
         """
         with self._clock.phase("data"):
             batch = next(self._batches, None)

@@ -108,7 +108,7 @@ class Ledger(Generic[Contribution]):
     def seconds_left(self, now: float) -> float | None:
         """Return the seconds until the timeout for missing gradients of the next update.
 
-        The timeout begins when the first trainer has sent all its gradients. Return None before that,
+        The timeout begins once one trainer has sent all its gradients for it. Return None before that,
         and always in async mode. Raise ClusterError after the timeout.
         """
         if self._rules.mode is UpdateMode.ASYNC:
