@@ -11,8 +11,6 @@ of these steps (``key_maps.py``). A file has the keys of some buckets, ascending
 An export has only ``keys`` and ``weight``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 

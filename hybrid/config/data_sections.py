@@ -1,7 +1,5 @@
 """Keys of [data] and [columns.NAME]: input files, and the columns that a model reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Keys of [embedding] and [tables.NAME]: the tables, their initial rows, and their optimizers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hybrid.config.data_sections import POOLINGS

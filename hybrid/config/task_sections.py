@@ -1,7 +1,5 @@
 """Keys of [tasks.NAME]: labels, losses and metrics, and the rules between them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 :class:`SingleProcess` is for notebooks and ``python script.py``. The backend of a cluster is in ``workers``.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence

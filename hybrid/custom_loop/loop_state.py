@@ -3,8 +3,6 @@
 A pass is one loop of the script over ``cluster.batches(...)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ The rows come in units: a file, a folder, or a topic. Trainer 0 finds the units 
 to the others. Each trainer reads its slice of every step (``hybrid/data/stream/units.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice

@@ -10,8 +10,6 @@
 ``step_states.py`` has the states between these calls, and the calls that each state permits.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import weakref

@@ -65,8 +65,7 @@ class BatchLoader:
     determines its step and slice. There are as many steps as without groups, and no step is empty.
     The sizes of steps and slices may differ by a group, and a slice may be empty.
 
-    Raises:
-        DataError: with ``by_group``, ``lanes`` is not 0, or :func:`check_group_sizes` fails.
+    With ``by_group``, raise DataError if ``lanes`` is not 0 or :func:`check_group_sizes` fails.
     """
 
     dataset: PreparedDataset

@@ -1,7 +1,5 @@
 """The requests of a lookup, which consist of bags of ids, and the pooling of each bag into one vector."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 

@@ -6,8 +6,6 @@ column of values and a column of vectors (lists of numbers). Files are read in b
 larger than the memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ A matrix is a tensor in a safetensors file or in a NumPy file (``.npy``). A sour
 ``path#name`` selects one of several tensors of a safetensors file. A file in an object store is fetched.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ user ID, gets the row of the same value in the source. Only ``positions(FILE)`` 
 master finds the sources, and checks that they fit. Later, workers read the rows, and trainers read the nets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The model of a run that is still training, updated by the run's deltas."""
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

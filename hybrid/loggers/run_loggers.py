@@ -4,8 +4,6 @@ A logger can neither stop a run nor delay its steps. If a logger raises an excep
 run continues without it, after one warning. At its end, a run waits for the loggers, for at most a minute.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

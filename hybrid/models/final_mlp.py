@@ -32,8 +32,7 @@ class FeatureGate(nn.Module):
 class BilinearFusion(nn.Module):
     """``logits_B`` from two vectors: a linear form of each, plus a bilinear form of both for each head.
 
-    Raises:
-        ValueError: ``num_heads`` does not divide both widths, ``first`` and ``second``.
+    Raise ValueError if ``num_heads`` does not divide both widths, ``first`` and ``second``.
     """
 
     def __init__(self, first: int, second: int, num_heads: int) -> None:

@@ -22,8 +22,7 @@ _SHORTEST_BUCKET = 32  # below this length, calls cost more than padding
 class HSTUBlock(nn.Module):
     """A block: projection, attention without softmax, and a gate.
 
-    Raises:
-        ValueError: ``num_heads`` does not divide ``dim``.
+    Raise ValueError if ``num_heads`` does not divide ``dim``.
     """
 
     def __init__(self, dim: int, longest: int, num_heads: int) -> None:

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 class AttentionBlock(nn.Module):
     """A transformer block: self-attention, then a feed-forward net at each position.
 
-    Raises:
-        ValueError: ``num_heads`` does not divide ``dim``.
+    Raise ValueError if ``num_heads`` does not divide ``dim``.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:

@@ -96,8 +96,7 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
 
     An item that is not in the data counts as if it occurred once.
 
-    Raises:
-        ValueError: there are no ids, or an id is not in 0 to ``num_items - 1``.
+    Raise ValueError if there are no ids, or an id is not in 0 to ``num_items - 1``.
     """
     if not ids.numel() or not 0 <= int(ids.min()) <= int(ids.max()) < num_items:
         raise ValueError(f"ids must be some of 0 to {num_items - 1}")

@@ -3,8 +3,6 @@
 This module shares no code with ``key_maps.py``. ``growing_group.py`` describes when keys get and lose rows.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 

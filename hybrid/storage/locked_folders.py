@@ -4,8 +4,6 @@ An atomic folder is built beside its target, under the name ``.building-TARGET``
 holds the lock ``TARGET.lock``, which the system releases when the process ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import os

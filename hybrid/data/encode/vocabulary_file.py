@@ -1,7 +1,5 @@
 """The Parquet file of the vocabularies of a model, which are the known values of its categorical columns."""
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_right

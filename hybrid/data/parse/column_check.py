@@ -1,7 +1,5 @@
 """A check before a run starts: whether the input has the columns that the configuration names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path

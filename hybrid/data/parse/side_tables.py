@@ -4,8 +4,6 @@ Memory holds the key column of a side table, and the columns that a model reads.
 canonical texts are equal (:mod:`hybrid.data.values.canonical`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 

@@ -11,8 +11,6 @@ A stage processes a segment, or a piece (some blocks of a segment)::
 The result of a stage depends on the files and the configuration alone, not on the threads that run it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -9,8 +9,6 @@ prepares the data in a local folder and sends the files of this folder::
 Every other host fetches all files once, into a folder that its trainers share.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

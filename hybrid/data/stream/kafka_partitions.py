@@ -12,8 +12,6 @@ of trainers, and the position after any step is known. An offset without a valid
 or compaction has removed it) makes the batch smaller. Trainers take a step once all of its offsets exist.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence

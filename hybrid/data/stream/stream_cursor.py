@@ -3,8 +3,6 @@
 The source of a stream is files and folders, or a Kafka topic. Each of the two has a reader class.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

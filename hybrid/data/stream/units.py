@@ -18,8 +18,6 @@ all lanes end at about the same step. The lanes do not depend on the number of t
 do not, either. A trainer parses only its lanes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -13,8 +13,6 @@ update of a step, in order:
 of workers, the time, or the order in which messages arrive.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

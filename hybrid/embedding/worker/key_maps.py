@@ -16,8 +16,6 @@ If bucket b has 2**c slots, they start at slot ``(1024 + b) << c`` of one reserv
 can grow to twice its size without moving another bucket. The system provides memory for written pages only.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows of a worker by group, their copies for checkpoints, and the update of a step."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import weakref
