@@ -253,7 +253,7 @@ class DdpModel:
     def sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients in a bucket over micro-batches and trainers; a communication hook of DDP.
 
-        :class:`GroupReduce` only starts the sum over trainers here, so the returned bucket lacks this sum.
+        With :class:`GroupReduce`, the returned bucket lacks the sum over trainers, which only starts here.
         The hook does not divide by the number of trainers, since a loss is a summand of the global mean.
         """
         self._summed.update(bucket.parameters())

@@ -197,7 +197,7 @@ class StepEngine(Generic[AnySamples]):
             if not self._has_next():
                 return
             current = self._inputs[0]
-            if self._should_prefetch and len(self._inputs) == self._num_ahead:  # less once the batches end
+            if self._should_prefetch and len(self._inputs) == self._num_ahead:  # fewer after the last batch
                 self._read_step(current)
             seed_step(self._seed, self._trainer, self.step, self._devices)
             self._loss = 0.0
@@ -210,11 +210,11 @@ class StepEngine(Generic[AnySamples]):
             pass
         return bool(self._inputs)
 
-    def _read_step(self, send_with: StepInput[AnySamples] | None = None) -> bool:
+    def _read_step(self, previous: StepInput[AnySamples] | None = None) -> bool:
         """Read a batch ahead, and, except in sync mode, prefetch its lookups; return False after the last.
 
         Args:
-            send_with: the step whose gradients share a message with the lookups; None sends the lookups now.
+            previous: the step whose gradients share a message with the lookups; None sends the lookups now.
         """
         with self._clock.phase("data"):
             batch = next(self._batches, None)
@@ -223,16 +223,16 @@ class StepEngine(Generic[AnySamples]):
         step, num_micro_batches = self.step + len(self._inputs), self._rules.micro_batches
         micro_batches = []
         for index, samples in enumerate(batch.split(num_micro_batches)):
-            # For the calls during the step, which must see all earlier updates.
+            # For lookups, gradients and net calls in the step; they must see all earlier updates.
             ticket = Ticket(self._trainer, step, version=step, lookup_index=index, checksum=batch.checksum)
             lookup = None
             if self._should_prefetch:
                 # In async mode, a lookup does not wait for the gradients of the step before.
                 version = max(self._first_step, step - 1) if self._num_ahead > 1 else step
                 prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
-                carrier = None if send_with is None else send_with.micro_batches[index].lookup
+                sent_with = None if previous is None else previous.micro_batches[index].lookup
                 with self._clock.phase("lookup"):
-                    lookup = self._tables.lookup(samples.sparse_features, prefetch, carrier)
+                    lookup = self._tables.lookup(samples.sparse_features, prefetch, sent_with)
             micro_batches.append(MicroBatch(samples, ticket, lookup, index == num_micro_batches - 1))
         self._inputs.append(StepInput(batch, micro_batches))
         return True
@@ -348,7 +348,7 @@ class StepEngine(Generic[AnySamples]):
             scale = min(1.0, self._rules.clip_norm / (math.sqrt(total) + _CLIP_EPS))
         if self._trainer == 0:
             for sent in self._sent_scales:
-                sent.wait()  # ends at once: a worker sends a norm after it has the scale of the step before
+                sent.wait()  # ends at once: the norm of this step shows that the worker has the earlier scale
             calls = [each.call_barrier(UpdateBarrier.set_scale, self.step, scale) for each in self._guarded]
             self._sent_scales = calls
         return scale

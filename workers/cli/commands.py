@@ -123,9 +123,9 @@ def compare_command(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace, config: RunConfig, folder: Path, lock: int) -> None:
     result = folder / _DIFFERENCES
     if options.script is None:
-        from hybrid.data.parse.column_check import check_columns
+        from hybrid.data.parse.column_check import check_input_columns
 
-        check_columns(config)
+        check_input_columns(config)
         launch(config, folder, CompareTask(options.steps, result), lock)
         return
     config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
@@ -214,9 +214,9 @@ def _requested_run(options: argparse.Namespace) -> RequestedRun:
     run_access.refuse_existing(folder)
     if options.resume:
         print_line(f"no run of {config.run.name} yet; starting {folder}")
-    from hybrid.data.parse.column_check import check_columns
+    from hybrid.data.parse.column_check import check_input_columns
 
-    check_columns(config)
+    check_input_columns(config)
     return RequestedRun(config, folder)
 
 

@@ -14,7 +14,7 @@ from hybrid.errors import ConfigError
 from hybrid.storage import files as storage
 
 
-def check_columns(config: RunConfig) -> None:
+def check_input_columns(config: RunConfig) -> None:
     """Check the columns of the first non-empty file of each side table, and of each split such as ``test``.
 
     For a Kafka topic, which has no files, check the names in ``data.columns``. For a stream of files, files

@@ -20,7 +20,7 @@ from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, Tab
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.parse import delimited_text
-from hybrid.data.parse.column_check import check_columns
+from hybrid.data.parse.column_check import check_input_columns
 from hybrid.data.parse.input_files import InputFile, find_input_files, list_files
 from hybrid.data.prepare import file_preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
@@ -264,8 +264,8 @@ def test_columns_are_checked_before_preparation(tmp_path: Path, file_format: str
     else:
         pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"]}), path)
     data = DataSection(format=file_format, path=(str(path),), sparse=("c",))
-    check_columns(RunConfig(data=data))
+    check_input_columns(RunConfig(data=data))
     with pytest.raises(ConfigError, match=rf"^data\.sparse = 'labels': {path} .*'label'"):
-        check_columns(RunConfig(data=dataclasses.replace(data, sparse=("c", "labels"))))
+        check_input_columns(RunConfig(data=dataclasses.replace(data, sparse=("c", "labels"))))
     with pytest.raises(DataError, match=r"nowhere: .*data\.test_path"):
-        check_columns(RunConfig(data=dataclasses.replace(data, test_path=("nowhere",))))
+        check_input_columns(RunConfig(data=dataclasses.replace(data, test_path=("nowhere",))))
