@@ -151,10 +151,10 @@ def handling(
 
 
 class StopRequest:
-    """A request to stop a run, made by a signal during :meth:`handling_signals`.
+    """A request to stop a run, made by a signal in a ``with`` block of :meth:`handling_signals`.
 
     Args:
-        seconds: how long the block may still run after the request; then an Interrupt ends the block.
+        seconds: how long this block may still run after the request; then an Interrupt ends the block.
         forward: called when the stop is requested.
     """
 

@@ -66,7 +66,7 @@ def Adam(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam; the step count of each row, for bias correction, counts the updates of this row."""
+    """Adam. Each row has a step count. Without ``all_rows``, only steps that read a row update the row."""
     return _optimizer_spec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 
@@ -78,7 +78,7 @@ def AdamW(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with decoupled weight decay. As in :func:`Adam`, each row has a step count."""
+    """Adam with decoupled weight decay. For the step counts and ``all_rows``, see :func:`Adam`."""
     return _optimizer_spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
 
 

@@ -163,7 +163,7 @@ class LocalBatch:
 
 
 def slice_batches(batches: Iterable[Any], slicing: Slicing) -> Iterator[LocalBatch]:
-    """Yield this trainer's slices. DataError if a batch is invalid, or a group is not contiguous."""
+    """Yield this trainer's slices. DataError if a batch is invalid, or splits the samples of a group."""
     whole, num_trainers = slicing.whole, slicing.num_trainers
     for number, batch in enumerate(batches):
         size, ends_G = size_of(batch), None

@@ -326,7 +326,7 @@ class TrainingLoop:
         self._engine.flush()
 
     def continue_from(self, step: int) -> None:
-        """Continue after the ``step`` steps of a loaded checkpoint. A running pass ends."""
+        """Continue with the number of steps of a loaded checkpoint. An unfinished pass over data ends."""
         self.advance(step_states.LEAVE_PASS)
         self._engine.begin(iter(()), step)
         self._training = None

@@ -136,7 +136,7 @@ def group_steps(
         rows of the file         0 a | 1 b | 2 a | 3 c | 4 b
         group_rows.npy           0 2 | 1 4 | 3                groups in the order of their first rows
         groups permuted          1 4 | 3 | 0 2                if shuffled, anew in each epoch
-        steps of two rows        1 4 | 3 | 0 2                a group is in the step of its last position
+        steps of three rows      1 4 3 | 0 2                  a group is in the step of its last position
 
     Args:
         groups_G: a permutation of the group indices, which is the order of the groups in the epoch.

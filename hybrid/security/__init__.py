@@ -1,7 +1,7 @@
 """Protection against processes that do not have the cluster's secret.
 
 Every key is derived from one :class:`~hybrid.security.secret.Secret`. A process that has the secret is
-trusted as a member of the cluster. Other processes cannot run code, read a table or change a message::
+trusted as a member of the cluster. Other processes cannot run code, or change what is signed or encrypted::
 
     sender                                        receiver
     ──────                                        ────────
@@ -13,9 +13,9 @@ trusted as a member of the cluster. Other processes cannot run code, read a tabl
 
 Two mechanisms cover the two transports:
 
-- RPC: ``signed_pickler`` pickles a call or a response, and ``message_signature`` signs the pickle and the
-  tensors. Nothing is unpickled before its signature is verified. Torch's own messages bypass the pickler, so
-  ``closed_listeners`` closes the ports on which torch listens.
+- RPC: ``signed_pickler`` pickles a call or a response, and ``message_signature`` encrypts the pickle and
+  signs the tensors. Nothing is unpickled before its signature is verified. Torch's own messages are not
+  protected, but ``closed_listeners`` closes the ports on which torch listens.
 - Sockets (rendezvous, and lookups and gradients of tables): ``secret.DirectionCipher`` encrypts each
   direction after a handshake. A message contains numbers, text and tensors; ``rejections.PlainUnpickler``
   rejects classes and functions.

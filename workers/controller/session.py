@@ -224,7 +224,7 @@ class Session:
         """Make every role prepare a checkpoint of the current step; the result has a method ``write``.
 
         The caller must call ``write`` before it begins the next checkpoint. Training must wait until
-        ``write`` returns, unless the result has ``is_copied``.
+        ``write`` returns, unless ``is_copied`` of the result is true.
 
         Args:
             manifest: a manifest to which this method adds tables and progress, and ``write`` adds files.
@@ -389,7 +389,7 @@ class DatasetSession(Session):
     def train(self, steps_before: int, num_steps: int) -> list[TrainerReport]:
         """Take ``num_steps`` steps of an epoch, after ``steps_before`` steps of the run; return reports.
 
-        A session of a stream takes fewer steps if rows are missing, the unit ends, or a delta is due.
+        A session of a stream takes fewer steps if no further rows exist, the unit ends, or a delta is due.
         """
         epoch, first_step = divmod(steps_before, self.steps_per_epoch)
         timeout = self._timeout_seconds(num_steps)

@@ -175,7 +175,7 @@ class StreamSession(DatasetSession):
         Session.load(self, stored)
 
     def _share(self, encoder: FeatureEncoder) -> StoragePath | None:
-        """Write the encoder to a folder for workers, and return the folder; None without an initial model."""
+        """Write the encoder to a folder for workers; do nothing and return None without an initial model."""
         if not (self.config.train.initial or any(t.initial for t in self.config.tables.values())):
             return None
         text = encoder.to_json().encode()

@@ -378,7 +378,7 @@ class Training:
         return metrics
 
     def _test(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Get the test metrics, with an evaluation if needed; return False if a stop interrupts it."""
+        """Record the test metrics; evaluate if there are none. Return False if a stop interrupts this."""
         if self._selection == TEST or not session.has_rows(TEST):
             self._tested = None if self._now.metrics is None else (self._now.step, self._now.metrics)
             return True

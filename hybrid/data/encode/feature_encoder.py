@@ -352,7 +352,7 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return {name: path} of an encoder's vocabulary file, named ``SHA256.parquet``; {} if it has none.
+    """Return the vocabulary file of an encoder as {"SHA256.parquet": path}; {} if the encoder has none.
 
     Raise the errors of :func:`find_vocabularies`, and DataError if ``features.json`` cannot be read.
     """

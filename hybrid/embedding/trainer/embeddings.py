@@ -138,7 +138,7 @@ class GpuLayout(NamedTuple):
         return (torch.cat(parts, out=torch.empty(size, dtype=parts[0].dtype, pin_memory=True)),)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
-        """Split the gradient of the distinct rows into gradients of the responses."""
+        """Split ``grads``, the gradient of the distinct rows, into the gradient of each response."""
         (grad_UD,) = grads
         return ((slot, grad_UD[first:last].clone()) for slot, first, last in self.rows.slots)
 

@@ -6,7 +6,7 @@ responses, and its backward pass sends the gradients. A message with gradients a
 later lookup, if one is attached (``hybrid/engine/step_engine.py``).
 
 Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
-a tensor of zeros for each tensor of int16. Distributed autograd sends the gradient to these zeros.
+a tensor of zeros for each tensor of int16. The gradient of the rows is sent as the gradient of these zeros.
 """
 
 from __future__ import annotations

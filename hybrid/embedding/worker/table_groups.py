@@ -66,10 +66,10 @@ class ReusedBuffers:
 
 
 class DistinctStepRows(NamedTuple):
-    """The distinct rows that the lookups of a step read from one group of tables, grouped by pooling."""
+    """The distinct rows that the lookups of a step read from one group of tables."""
 
-    bags: Sequence[Bags]
-    # For each combination of pooling and use of offsets: indices into ``bags``, and the distinct rows.
+    bags: Sequence[Bags]  # of each lookup
+    # For each combination of pooling and use of offsets: indices into ``bags``, and their distinct rows.
     by_pooling: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:

@@ -132,7 +132,7 @@ class TableShards(HostedModule, TableSource):
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return counts of all growing tables, by name; see :meth:`GrowingGroup.take_counts`."""
+        """Return and reset the numbers of keys of all growing tables: :meth:`GrowingGroup.take_counts`."""
         return {name: counts for group in self.groups for name, counts in group.take_counts().items()}
 
     def send_gradients(
@@ -256,7 +256,7 @@ class TableShards(HostedModule, TableSource):
 class _Pool(torch.autograd.Function):
     """Autograd function that pools rows, and in its backward pass calls :meth:`TableShards.contribute`.
 
-    For each output of int16, the function also returns a tensor of zeros, which receives the gradient.
+    An output of int16 can have no gradient. For each one, a tensor of zeros is another output, which can.
     """
 
     @staticmethod

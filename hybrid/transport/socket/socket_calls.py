@@ -145,7 +145,7 @@ class SocketClient:
                     reply.complete((), self._timeout_text)
 
     def _read(self) -> bool:
-        """Read bytes that have arrived. Return whether there were any, or the connection has failed."""
+        """Read bytes that have arrived. Return True if there were any, or if the connection has failed."""
         try:
             if not self._frames.receive(self._connection):
                 return False
