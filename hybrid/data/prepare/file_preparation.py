@@ -158,7 +158,7 @@ class FilesPreparation:
     def _fit(
         self, pieces: Sequence[Piece]
     ) -> tuple[FittedStatistics, list[Mapping[str, Position]], Mapping[str, Position]]:
-        """Return the training statistics, the start of each piece in each split, and the ends of splits."""
+        """Return the training statistics, the start of each piece in each split, and the sizes of splits."""
         statistics = FittedStatistics.empty(self._layout)
         nothing = np.zeros(1 + len(self._layout.sparse), np.int64)
         starts, ends = list[Mapping[str, Position]](), dict.fromkeys(self.config.data.splits, nothing)
@@ -224,7 +224,7 @@ class FilesPreparation:
         return blocks, pieces
 
     def fit_piece(self, piece: Piece) -> list[tuple[str, Position, FittedStatistics | None]]:
-        """Count each value in the training rows of a piece, and write the counts into its folder.
+        """Count each value in the training rows of a piece, and write the counts into the piece's folder.
 
         Return for each split of each block: the name of the split, an array with the number of rows and
         the number of values in each column, and statistics of the rows (None except for "train").
@@ -247,7 +247,7 @@ class FilesPreparation:
         return blocks
 
     def rank_values(self, pieces: Sequence[Piece], group: Sequence[int]) -> ValueCounts:
-        """Rank by count the values of columns that share a vocabulary; DataError if memory may run out."""
+        """Rank by count the values of columns ``group`` as a vocabulary; DataError if memory may run out."""
         ranked = rank([])
         waiting, size = list[ValueCounts](), 0
         for i, piece in enumerate(pieces, 1):
@@ -313,7 +313,7 @@ class FilesPreparation:
     ) -> Iterator[Result]:
         """Yield the result of ``work`` for each job, in the order of the jobs; raise the first exception.
 
-        Progress reports show ``phase``. ``weight`` is its expected fraction of the total time.
+        Progress reports show ``phase``, which takes about the fraction ``weight`` of the total time.
         """
         self._progress.start(phase)
         before = self._fraction

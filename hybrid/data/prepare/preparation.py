@@ -195,7 +195,7 @@ def ensure_prepared(
     """Prepare the data in ``data.cache_folder``, which may be in a store; return the folder with the files.
 
     Raise the errors of :func:`prepare`, and ConfigError if ``data.stream`` is set. With a store, also raise
-    DataError for altered data, an unreadable manifest, or an unusable ``data.local_cache_folder``.
+    DataError for altered data, an unreadable list of files, or an unusable ``data.local_cache_folder``.
     """
     if config.data.is_stream:
         rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"

@@ -118,7 +118,7 @@ class Piece(NamedTuple):
         return [each.dictionary if pa.types.is_dictionary(each.type) else nothing for each in flat]
 
     def counts_path(self, k: int) -> Path:
-        """Return the file with the value counts (int64) of column ``k``, empty if ``k`` has no vocabulary."""
+        """Return the file of value counts (int64) of column ``k``: no counts if ``k`` has no vocabulary."""
         return self.folder / f"counts_{k}"
 
     def blocks(self, dictionaries: Sequence[pa.Array] | None = None) -> Iterator[tuple[str, RawBlock]]:

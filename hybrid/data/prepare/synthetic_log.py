@@ -4,7 +4,7 @@ The label of a sample is drawn with probability sigmoid(logit), where::
 
     logit = bias + effects of three numeric columns (two linear, one tanh)
                  + an effect of each id of seven categorical columns
-                 + pairwise products of id factors of four of these columns (a factorization machine, rank 1)
+                 + pairwise terms of a factorization machine of rank 1 over four of these columns
 
 The click is the column ``label``. Three other columns can be labels: ``converted`` (0 or 1; 1 only after a
 click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``data.weight`` may name the column
