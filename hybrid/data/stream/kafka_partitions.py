@@ -67,7 +67,7 @@ def _import_kafka() -> Any:
 def _connect(config: RunConfig) -> Any:
     """Return a Kafka ``Consumer`` that commits no offsets, because checkpoints store the offsets.
 
-    Raise ConfigError if the ``properties`` are unusable. Messages hide the values, which may be secret.
+    Raise ConfigError if the ``properties`` are unusable. The error hides the values, which may be secret.
     """
     kafka, call = _import_kafka(), config.data.stream_call
     fixed = {
@@ -139,7 +139,7 @@ class Topic:
     def count_rows(self, unit: StreamUnit) -> list[int]:
         """Return the number of offsets in each partition after the position of ``unit``.
 
-        Raise DataError if name or number of partitions differ from ``unit``, or if such offsets were deleted.
+        Raise DataError if name or number of partitions differ from ``unit``, or a position is out of range.
         """
         count = self._count_partitions()
         if (unit.name, len(unit.offsets)) != (self.name, count):

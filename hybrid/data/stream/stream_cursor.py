@@ -60,17 +60,17 @@ class StreamCursor:
         report: receives a line when the run reads a sample, or has waited for rows for 2 seconds.
 
     Raises:
-        ConfigError, DataError: a topic cannot be read; see :class:`Topic`.
+        ConfigError, DataError, OutageError: a topic cannot be read; see :class:`Topic`.
 
     Attributes:
         source: finds units.
-        unit: the current unit; None before the first unit, between units, and after a failure of scale().
+        unit: the current unit; None before the first unit, between units, and if scale() could not read it.
         last: the unit before ``unit``, or None.
         num_ready: how many next steps have all their rows; for files, where this is unknown, a huge number.
         is_waiting: whether the run has waited so long for rows that the wait was reported.
         is_over: whether the stream has ended, because the time to wait for rows is over.
         invalid_rows: a report of the invalid rows since this object was created.
-        delta_time: the event time at which a delta is due; infinite without ``event_seconds``.
+        delta_time: the event time of the next delta (checkpoint.deltas); infinite without ``event_seconds``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StreamCursor:
         return fit_on_blocks(self._config, self.source.sample(self.unit))
 
     def scale(self, encoder: FeatureEncoder) -> FeatureEncoder:
-        """Return ``encoder``; with ``scaling_momentum``, adapt the scaling of numbers to a new unit.
+        """Return ``encoder``, with the scaling updated from a new unit if ``scaling_momentum`` is set.
 
         Raise ConfigError if a file lacks a column; DataError or StorageError if the unit cannot be read.
         """
@@ -146,10 +146,10 @@ class StreamCursor:
         self.unit = advance_unit(self._config, self.unit, num_steps)
 
     def is_delta_due(self, event_time: float) -> bool:
-        """Return whether a delta is due after a step whose latest event time is ``event_time``.
+        """Return whether a step with latest event time ``event_time`` makes a delta (checkpoint.deltas) due.
 
         Once ``event_time`` reaches ``delta_time``, move ``delta_time`` to the next multiple of
-        ``event_seconds``. The first event time of a stream makes no delta due.
+        ``event_seconds``. The first event time of a stream only sets ``delta_time``.
         """
         reached = self.delta_time
         if event_time >= reached:
@@ -186,8 +186,8 @@ class StreamCursor:
     def restore(self, stored: Checkpoint) -> None:
         """Continue at the stream position that the checkpoint ``stored`` contains.
 
-        Raise CheckpointError if it contains none, and ConfigError if ``data.path`` does not match the unit
-        there. Raise ConfigError, DataError or StorageError if the topic or a side table cannot be read.
+        Raise CheckpointError if there is no position, ConfigError if the unit does not match ``data.path``.
+        Raise ConfigError, DataError or StorageError if the topic or a side table cannot be read.
         """
         try:
             position = stored.manifest.progress[STREAM]

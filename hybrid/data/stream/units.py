@@ -77,7 +77,7 @@ class StreamUnit:
     step: int = 0  # steps of the unit that have been taken
     lanes: tuple[LanePosition, ...] = ()  # the position of each lane after these steps; empty for the start
     offsets: tuple[int, ...] = ()  # of a Kafka topic: the next offset of each partition after these steps
-    is_sampled: bool = False  # whether the scaling of numbers has followed a sample of the unit
+    is_sampled: bool = False  # whether a sample of the unit has updated the scaling of numbers
     # The files of each side table, as they were when the unit was found, or when the run resumed.
     side_files: tuple[tuple[InputFile, ...], ...] = ()
 
@@ -109,7 +109,7 @@ def stream_layout(config: RunConfig) -> Layout:
 class FileSource:
     """Files and folders as the source of a stream.
 
-    In its methods, ``last`` is the last unit that has ended, or None.
+    In methods, ``last`` is the last unit that has ended, or None; ``until`` is an argument of data.stream.
 
     Args:
         warn: receives a line about each unit, or files of a unit, that appeared too late to be read.
@@ -160,8 +160,8 @@ class FileSource:
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
         """Yield a sample of the unit: the first blocks of up to 32 evenly spread segments.
 
-        Raise ConfigError if a file lacks a column, and StorageError if a file is refused. Raise DataError if
-        ``unit`` is None or cannot be read, or if none of the (first 10,000) rows of the sample is valid.
+        Raise ConfigError if a file lacks a column, and StorageError if a store or the system refuses a file.
+        Raise DataError if ``unit`` is None or cannot be read, or if no row among the first 10,000 is valid.
         """
         if unit is None:
             paths = ", ".join(self._config.data.path)
@@ -182,7 +182,7 @@ class FileSource:
         return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
 
     def check_end(self, at: StreamUnit | None) -> str:
-        """Return a warning if files were added to the last unit, ``at``; DataError if it is not ``until``."""
+        """Return a warning if the last unit ``at`` has new files; DataError if ``until`` is another unit."""
         if self._until and at is not None and at.name != self._until:
             late = f"the unit after {at.name} was not complete within {self.wait_hours(at):g} hours"
             raise DataError(f"{self._until}: {late}; check data.stream")
@@ -343,7 +343,7 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
 
 
 def with_scaling_of(config: RunConfig, before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
-    """Return ``encoder`` with the fitted scalings in ``before``, for columns whose transform is the same."""
+    """Return ``encoder`` with the fitted scaling of ``before`` in columns with the same argument ``log``."""
     known = {(each.name, each.transform): each for each in before.dense}
     dense = tuple(
         known.get((each.name, each.transform), each) if column.scaling.name in FITTED_SCALINGS else each
