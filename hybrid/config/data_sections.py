@@ -334,9 +334,9 @@ class Column:
     name: str
     sources: tuple[str, ...]
     kind: str  # "buckets" for quantiles, too
-    arguments: Mapping[str, Any]  # those of the key ``kind``
+    arguments: Mapping[str, Any]  # the arguments in the key ``kind``
     separator: str
-    has_several: bool  # whether its section has a separator of ids, or a limit of several ids
+    has_several: bool  # whether [columns.NAME] sets a separator of ids, or max_ids above 1
     max_ids: int
     too_many_ids: str
     scaling: Call
@@ -397,7 +397,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Call | None:
-    """Return the vocabulary of a column if it is ``grow``, else None; ConfigError if max_rows is too low."""
+    """Return a column's vocabulary if it is ``grow``, else None; ConfigError if max_rows is below 8,192."""
     column = _column(data, sections, name)
     call = column.vocabulary
     if call.name != GROW or "vocabulary" not in _KEYS.get(column.kind, ()):
@@ -410,7 +410,7 @@ def column_growth(data: DataSection, sections: Mapping[str, ColumnSection], name
 
 
 def without_growth(vocabulary: str | None) -> str | None:
-    """Return ``vocabulary``, but ``grow`` without arguments, since these do not change prepared data."""
+    """Return ``vocabulary``, but ``grow`` without its arguments, which do not change prepared data."""
     is_growing = vocabulary is not None and VOCABULARY_CALLS.parse("vocabulary", vocabulary).name == GROW
     return GROW if is_growing else vocabulary
 

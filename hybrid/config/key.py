@@ -298,7 +298,7 @@ class CallSignatures:
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
     def property_of(self, dotted: str) -> Call:
-        """Return a property that parses the key ``dotted``; annotated with the type of the parsed value."""
+        """Return a property that parses the key ``dotted``; annotated as Call, the type of the value."""
         name = dotted.rpartition(".")[2]
         return property(lambda section: self.parse(dotted, getattr(section, name)))  # type: ignore[return-value]
 

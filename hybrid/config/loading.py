@@ -201,7 +201,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Map keys that a resumed run must keep to values, or to NAME of NAME(...) if arguments may change."""
+    """Map each key that a resumed run must keep to its value, without arguments if these may change."""
     values: dict[str, Any] = {}
     for section, name, key, value in key_values(config):
         if key.is_name_fixed:

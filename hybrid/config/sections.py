@@ -459,7 +459,7 @@ class RunConfig:
 
     @property
     def saving_trainers(self) -> range:
-        """The trainers that write into checkpoints: one for each dense net that differs from the others."""
+        """The trainers that write into checkpoints: trainer 0 if dense nets are equal, else one per net."""
         num_writers = 1 if self.dense.ddp == "outside" else self.cluster.trainers
         return range(0, num_writers, self.dense.trainers_per_net)
 
@@ -471,7 +471,7 @@ class RunConfig:
 
 
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
-    """Return ``tasks`` with empty labels filled in; without ``tasks``, a binary task with data.label."""
+    """Return ``tasks`` with defaults for empty labels; without ``tasks``, a binary task with data.label."""
     sections = tasks or {LABEL: TaskSection(label=data.label)}
     return {
         name: dataclasses.replace(task, label=task.label or (task.item if task.kind == "retrieval" else name))

@@ -189,7 +189,7 @@ def metric_title(name: str) -> str:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values are better, by the name of the metric alone (even a custom metric)."""
+    """Return whether smaller values are better. Only the name decides, also for a custom metric."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 

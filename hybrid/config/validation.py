@@ -170,7 +170,7 @@ def _check_stream(config: RunConfig) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """Raise ConfigError if a key repeats a column, or a label (except retrieval items) is input or weight."""
+    """Raise ConfigError if a key names a column twice, or a label (except items) is an input or weight."""
     labels = [task.label for task in tasks_of(tasks, data).values() if not task.is_item_label]
     sources = {f"columns.{name}.source": section.source for name, section in columns.items()}
     for key, names in {"data.dense": data.dense, "data.sparse": data.sparse, **sources}.items():
@@ -183,9 +183,9 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError if ``delimiter``, ``missing`` or the labels of [data] are invalid.
+    """Raise ConfigError if ``delimiter``, ``missing``, ``positive_labels`` or ``negative_labels`` is invalid.
 
-    No label may be positive and negative. ``value_of`` maps equal labels, such as 1 and 1.0, to one value.
+    No value may be in both lists of labels. ``value_of`` maps equal labels, such as 1 and 1.0, to one value.
     """
     is_wide = len(data.delimiter) == 1 and not data.delimiter.isascii()  # pyarrow requires one byte
     if not data.delimiter or is_wide or {*data.delimiter} & {*'"\r\n\0'}:
