@@ -3,8 +3,8 @@
 Run folders and checkpoints contain the configuration of the run, which another user may have written. Values
 that describe the model, the columns or the arithmetic are harmless. All other values decide what a command
 does on this machine: modules to import, paths and URLs, hosts and interfaces, devices, and limits. Each key
-declares its harmless values (:attr:`hybrid.config.key.Key.unsigned`). Its default is always harmless. When
-the program writes a configuration, it signs all other values with a key that only the user can read.
+declares its harmless values (:attr:`hybrid.config.key.Key.unsigned`). The default is always harmless.
+When the program writes a configuration, it signs all other values with a key that only the user can read.
 
 Each value has its own signature, in a comment at the end of the file. So a copy of the file has the
 signatures, and an edited key does not invalidate the signatures of other keys.
@@ -51,9 +51,9 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    If a value lacks a required signature, use the default of its key. Raise ConfigError instead if its
-    section is in ``uses``, or if the key also has values that need no signature, as ``dense.net`` has:
-    with the default of such a key, the model, a loss, a metric or a split would differ.
+    Replace a value that lacks a required signature by the default of its key. For two kinds of keys, raise
+    ConfigError instead: keys in the sections ``uses``; and keys for which some values need no signature,
+    such as ``dense.net``, because their defaults would change the model, a loss, a metric or a split.
 
     Args:
         overrides: ``section.key=value``; these values need no signature.
@@ -61,7 +61,7 @@ def load_run_config(
         uses: the sections whose values the caller needs.
 
     Raises:
-        ConfigError: this user has not signed a value, or the file or a value is invalid.
+        ConfigError: a value of such a key lacks this user's signature, or the file or a value is invalid.
     """
     config = load_config(path, overrides, is_stored=True)
     if trust_code:
@@ -110,7 +110,7 @@ def _signature(key: bytes, dotted: str, value: Any) -> str:
 
 
 def _key() -> bytes | None:
-    """Return the user's signing key, created at first use; None without a private folder or a valid file."""
+    """Return the user's signing key, created at first use; None if it cannot be made, read or trusted."""
     folder = private_user_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         return None

@@ -74,7 +74,7 @@ def load_function(
     Args:
         key: the configuration key that has the name, for errors.
         parameters: names of the positional arguments that the function must accept; no check if empty.
-        folder: the folder of the module; None for the working directory, or an installed module.
+        folder: where the module may be, besides the working directory and installed packages.
 
     Raises:
         ConfigError: there is no such function, it takes other arguments, its module cannot be imported, or
@@ -127,7 +127,7 @@ def qualified_name(function: Any) -> str:
 
 
 def _module_paths(module: str) -> list[Path]:
-    """Return the folders and file of the top-level package of ``module``; [] if built in or missing."""
+    """Return the folders and the file of the top-level package of ``module``; [] if there are none."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
@@ -181,7 +181,7 @@ def kind_and_text(error: BaseException) -> str:
 
 
 def needs_traceback(error: BaseException) -> bool:
-    """Return whether to log the traceback of an exception: it is no HybridError, or user code caused it."""
+    """Return whether to log the traceback: always, except for a HybridError that user code did not cause."""
     return not isinstance(error, HybridError) or bool(user_location(error.__cause__))
 
 
