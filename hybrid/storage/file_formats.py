@@ -93,7 +93,7 @@ def is_inner_name(text: str) -> bool:
 def map_array(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> npt.NDArray[Any]:
-    """Map a ``.npy`` file of numbers or booleans into memory, read-only; ValueError for other content."""
+    """Map a ``.npy`` file of numbers or booleans read-only; ValueError if invalid. See :func:`local_copy`."""
     import numpy as np  # commands such as config do without it
 
     with local_copy(path, root=root, follows_links=follows_links) as local:

@@ -104,7 +104,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return a folder's entries (``is_deep``: all files below it) by path; [] if there is no such folder."""
+    """Return the entries of a folder (``is_deep``: all files below it), sorted by path; [] if missing."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
@@ -184,7 +184,7 @@ def open_reader(
 
 
 def read_blocks(path: StoragePath, root: StoragePath | None = None) -> Iterator[bytes]:
-    """Yield the content of a file in blocks. From a store, several blocks are fetched concurrently."""
+    """Yield the blocks of a file, from a store concurrently; ``root`` is as for :func:`open_reader`."""
     if not isinstance(path, RemotePath):
         with open_reader(path, root) as file:
             while block := file.read(BLOCK_BYTES):

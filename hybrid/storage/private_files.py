@@ -125,7 +125,7 @@ def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
 def _root_uid() -> int:
     """Return root's user id here: 0, or the overflow id in a user namespace that does not map root.
 
-    The overflow id also stands for all other unmapped users, so only the modes of files can protect them.
+    The overflow id also stands for all other unmapped users, so only file modes can exclude these users.
     """
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
