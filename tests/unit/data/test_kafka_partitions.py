@@ -16,7 +16,7 @@ from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.parse.column_check import check_columns
+from hybrid.data.parse.column_check import check_input_columns
 from hybrid.data.stream.kafka_partitions import Topic, advance_unit
 from hybrid.data.stream.stream_cursor import open_reader
 from hybrid.data.stream.units import StreamUnit, fit_on_blocks
@@ -169,7 +169,7 @@ def test_topic_that_does_not_fit_is_refused(kafka: MockKafka) -> None:
     with pytest.raises(DataError, match="absent"):
         Topic(configure(kafka, "absent"))
     with pytest.raises(ConfigError, match=r"^data\.dense = "):
-        check_columns(configure(kafka, "fits", 'data.dense = ["absent"]'))
+        check_input_columns(configure(kafka, "fits", 'data.dense = ["absent"]'))
     for key, value in (("cluster.trainers", 5), ("train.batch_size", 3)):
         with pytest.raises(ConfigError, match="fits") as caught:
             Topic(configure(kafka, "fits", f"{key} = {value}"))

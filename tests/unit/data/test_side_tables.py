@@ -23,7 +23,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.parse.column_check import check_columns
+from hybrid.data.parse.column_check import check_input_columns
 from hybrid.data.prepare.preparation import prepare
 from hybrid.data.stream.stream_cursor import StreamCursor
 from hybrid.data.stream.units import LaneReader, StreamUnit
@@ -111,7 +111,7 @@ def test_prepared_data_are_those_of_joined_files(folder: Path, kind: str) -> Non
     expected = manifest(configure(folder, f"joined.{kind}"), folder / "cache").stored
     for side in ("gz",) if kind == "csv" else ("csv", "parquet"):
         config = configure(folder, f"log.{kind}", side)
-        check_columns(config)
+        check_input_columns(config)
         assert manifest(config, folder / "cache").stored == expected
     (folder / "items.csv").write_text((folder / "items.csv").read_text().partition("\n")[2])
     bare = [JOINS[0][:-1] + ', columns = ["id", "brand", "price", "genres"])', JOINS[1]]
@@ -200,10 +200,10 @@ def test_a_user_tower_gets_no_properties_of_the_chosen_item(tmp_path: Path) -> N
         data = {"joins": joins, "sparse": ["user", "item", "genre"]}
         config = choices_config(tmp_path, data=data)
         if key == "user":
-            check_columns(config)
+            check_input_columns(config)
             continue
         with pytest.raises(ConfigError, match=r"^data\.joins = .*genre"):
-            check_columns(config)
+            check_input_columns(config)
 
 
 def test_changed_side_table_is_prepared_again(folder: Path) -> None:
@@ -284,9 +284,9 @@ def test_bad_side_table_is_an_error(
     Path("more").write_text("user,brand\nu1,b\n")
     joins = [join, 'table(more, key = "user")'] if content is None else [join]
     config = configure(folder, "log.csv", "", f"data.joins={json.dumps(joins)}")
-    for check in (check_columns, partial(prepare, cache=folder / "cache")):
+    for check in (check_input_columns, partial(prepare, cache=folder / "cache")):
         is_found_early = start.startswith("data") and not isinstance(content, pa.Table)
-        if is_found_early or check is not check_columns:
+        if is_found_early or check is not check_input_columns:
             with pytest.raises(HybridError, match=f"^{start}") as caught:
                 check(config)
             assert "\n" not in str(caught.value)

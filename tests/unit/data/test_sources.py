@@ -19,7 +19,7 @@ from support.samples import fit, located, read, write
 
 from hybrid.config import ColumnSection, DataSection, RunConfig
 from hybrid.data.parse import delimited_text, parquet_blocks
-from hybrid.data.parse.column_check import check_columns
+from hybrid.data.parse.column_check import check_input_columns
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.delimited_text import STDIN
 from hybrid.data.parse.input_files import list_files
@@ -183,7 +183,7 @@ def test_empty_files_beside_others_have_no_rows(tmp_path: Path, file_format: str
         write(tmp_path / "1", "city,x,label,y\na,1,1,2\n")
     else:
         pq.write_table(pa.table({"city": ["a"], "x": [1], "label": [1], "y": [2]}), tmp_path / "1")
-    check_columns(RunConfig(data=data))
+    check_input_columns(RunConfig(data=data))
     assert read(data, tmp_path)[0].dense_BF.tolist() == [[1, 2]]
 
 
