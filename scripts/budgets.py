@@ -17,8 +17,8 @@ def main() -> int:
     pages = [path for path in (ROOT / "docs").glob("*.md") if path.name not in _GENERATED]
     keys = (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines()
     budgets = [
-        ("lines of hybrid and workers", _lines(code), 39_398),
-        ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 36_352),
+        ("lines of hybrid and workers", _lines(code), 39_399),
+        ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 36_355),
         ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_093),
         ("configuration keys", sum(line.startswith("| `") for line in keys), 106),
         ("private functions with one caller in their file", sum(map(_count_single_callers, code)), 226),

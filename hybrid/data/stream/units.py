@@ -89,7 +89,8 @@ class StreamUnit:
     def describe_added_files(self) -> str:
         """Return a warning if files were added to the unit after it was found, else an empty text."""
         with suppress(DataError):  # the unit may be removed after it was read
-            now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])}
+            # Earlier versions stored no files of a unit that has ended.
+            now = {str(path) for path in list_files([self.name], PATH_KEYS[TRAIN])} if self.files else set()
             if added := sorted(now - {file.path for file in self.files}):
                 which = f"{len(added)} file(s), such as {added[0]}, are not read"
                 return f"{self.name}: {which}, since they were added after the unit had begun"

@@ -132,7 +132,7 @@ class TableShards(HostedModule, TableSource):
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return and reset the numbers of keys of all growing tables: :meth:`GrowingGroup.take_counts`."""
+        """Return the result of :meth:`GrowingGroup.take_counts` for all growing tables, by table name."""
         return {name: counts for group in self.groups for name, counts in group.take_counts().items()}
 
     def send_gradients(
